@@ -1,0 +1,33 @@
+"""What all tests share: the ranks end with the session, and tests of one world run next to each other."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_ranks() -> Iterator[None]:
+    yield
+    ranks.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; in each file, sort by world, so that groups are made once a world.
+
+    The sort is stable, and tests without a `world` parameter come first.
+    """
+    files: dict[object, int] = {}
+    for item in items:
+        files.setdefault(item.path, len(files))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    items.sort(key=lambda item: (files[item.path], _world(item)))
+
+
+def _world(item: pytest.Item) -> int:
+    callspec = getattr(item, "callspec", None)
+    world = callspec.params.get("world", 0) if callspec else 0
+    return world if isinstance(world, int) else 0
