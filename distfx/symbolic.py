@@ -1,0 +1,74 @@
+"""Sizes that are integers now or expressions in the model's own symbols (``N``, ``H``, ``W``): one small algebra.
+
+Everything in distfx that speaks of a size accepts both. Expressions are sympy; ``torch.export`` brings its own
+``FloorDiv``, which is used throughout so that captured sizes and derived ones cancel. This file is the only one
+that touches torch's private sympy helpers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.functions import FloorDiv
+
+Size = int | sympy.Expr
+
+__all__ = ["Size", "ceildiv", "evaluate", "evaluate_shape", "floordiv", "maximum", "minimum", "product", "size_of"]
+
+
+def floordiv(a: Size, b: Size) -> Size:
+    """``a // b``.
+
+    >>> floordiv(7, 2), floordiv(sympy.Symbol("H", integer=True), 1)
+    (3, H)
+    """
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b
+    return FloorDiv(sympy.sympify(a), sympy.sympify(b))
+
+
+def ceildiv(a: Size, b: Size) -> Size:
+    """``a / b`` rounded up."""
+    return floordiv(a + b - 1, b)
+
+
+def minimum(a: Size, b: Size) -> Size:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else sympy.Min(a, b)
+
+
+def maximum(a: Size, b: Size) -> Size:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else sympy.Max(a, b)
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes; 1 for none."""
+    result: Size = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def size_of(value: Any) -> Size:
+    """The int or expression behind an int, a ``torch.SymInt`` or a sympy number."""
+    if isinstance(value, torch.SymInt):
+        value = value.node.expr
+    if isinstance(value, sympy.Integer):
+        return int(value)
+    return value  # type: ignore[no-any-return]
+
+
+def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
+    """The number that ``size`` becomes when the symbols take ``values``."""
+    if isinstance(size, int):
+        return size
+    result = size.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
+    if not result.is_number:
+        raise ValueError(f"size {size} still depends on {sorted(map(str, result.free_symbols))}")
+    return int(result)
+
+
+def evaluate_shape(shape: Iterable[Size], values: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
+    return tuple(evaluate(size, values) for size in shape)
