@@ -1,0 +1,73 @@
+"""The operators that distfx inserts into a graph.
+
+A rewritten graph names them with literal arguments, so that it prints as a person would explain it. It is symbolic:
+before it runs, ``bind`` replaces each by what it means for one shape on one rank. Hence they only say so when called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from distfx.layout import Coords, Split
+from distfx.symbolic import Size
+
+__all__ = ["LocalSize", "LocalStart", "inserted"]
+
+
+@dataclass(frozen=True)
+class LocalSize:
+    """The size of this rank's part of a dim, as an argument in a graph: ``N/n``."""
+
+    extent: Size
+    split: Split
+
+    def at(self, coords: Coords) -> Size:
+        lo, hi = self.split.bounds(self.extent, coords)
+        return hi - lo
+
+    def __repr__(self) -> str:
+        return f"{self.extent}{self.split}" if isinstance(self.extent, int) else f"({self.extent}){self.split}"
+
+
+@dataclass(frozen=True)
+class LocalStart(LocalSize):
+    """Where this rank's part of a dim starts in the whole: ``start(H/h)``."""
+
+    def at(self, coords: Coords) -> Size:
+        return self.split.bounds(self.extent, coords)[0]
+
+    def __repr__(self) -> str:
+        return f"start({super().__repr__()})"
+
+
+def _symbolic(name: str, doc: str) -> Callable[..., Any]:
+    def op(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"distfx.ops.{name} is symbolic: call the parallel module, which binds the graph to a shape")
+
+    op.__name__ = op.__qualname__ = name
+    op.__doc__ = doc
+    return op
+
+
+halo = _symbolic("halo", "Fetch what the blocks of a split dim need of their neighbours.")
+exchange = _symbolic("exchange", "Partition a split dim in another way.")
+all_gather = _symbolic("all_gather", "Make a split dim whole.")
+reduce_scatter = _symbolic("reduce_scatter", "Add up partial sums and split a dim.")
+all_reduce = _symbolic("all_reduce", "Add up partial sums.")
+slice = _symbolic("slice", "Take this rank's part.")
+all_to_all = _symbolic("all_to_all", "Split another dim.")
+fan = _symbolic("fan", "Use a replicated tensor in different ways: its gradient is summed.")
+mask = _symbolic("mask", "Use a tensor in the same way everywhere: its gradient counts once.")
+refresh = _symbolic("refresh", "Make a buffer whole again of which each rank wrote its part.")
+add_bias = _symbolic("add_bias", "Add a bias along dim 1, once, after the sum over channels.")
+batch_norm = _symbolic("batch_norm", "Batch norm in training, with the statistics of the whole batch.")
+conv_transpose = _symbolic("conv_transpose", "The block of a transposed convolution's output that starts at `start`.")
+avg_pool = _symbolic("avg_pool", "The block of an average pooling's output, dividing by global window counts.")
+mean = _symbolic("mean", "A sum divided by the global count: over a split dim a partial sum of the mean.")
+
+
+def inserted(name: str) -> Callable[..., Any]:
+    """The operator called ``name``."""
+    return globals()[name]  # type: ignore[no-any-return]
