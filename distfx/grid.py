@@ -1,0 +1,326 @@
+"""The processor grid: named axes over the ranks, and the segments along them.
+
+>>> grid = Grid.abstract(n=2, c=2, h=2)
+>>> grid
+Grid(n=2, c=2, h=2)
+>>> grid.at(5).coords
+{'n': 1, 'c': 0, 'h': 1}
+>>> grid.at(5).members(("n", "h"))
+(0, 1, 4, 5)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from distfx.errors import DistfxError
+from distfx.layout import Coords
+from distfx.runtime.launch import init
+
+__all__ = ["Grid", "GridLike", "Segment", "forget"]
+
+AXES = ("n", "c", "d", "h", "w")
+"""The axes in mesh order, the slowest varying first: samples, channels and filters, then space."""
+
+_MEANING = {"n": "samples", "c": "channels and filters", "d": "depth", "h": "height", "w": "width"}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The ranks that differ from this one only along ``axes``; ``members`` are global ranks, row-major in ``axes``."""
+
+    axes: tuple[str, ...]
+    members: tuple[int, ...]
+    index: int
+    group: Any = None
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def group_rank(self, member: int) -> int:
+        """The rank inside the process group of the ``member``-th member (groups are ordered by global rank)."""
+        return sorted(self.members).index(self.members[member])
+
+
+_groups: dict[frozenset[int], Any] = {}
+_meshes: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
+
+
+def forget() -> None:
+    """Drop every cached mesh and process group: to be called before the process group is destroyed."""
+    _groups.clear()
+    _meshes.clear()
+
+
+class Grid:
+    """A grid of ranks with the axes ``n`` (samples), ``c`` (channels and filters), ``d``, ``h``, ``w`` (space).
+
+    The sizes multiply to the number of ranks; one may be -1 and is inferred. ``c=(2, 4)`` factors the channel axis
+    into ``c0`` and ``c1``, as stationary-w uses it. ``Grid`` calls :func:`distfx.init`.
+    """
+
+    def __init__(
+        self,
+        n: int = 1,
+        c: int | tuple[int, int] = 1,
+        d: int = 1,
+        h: int = 1,
+        w: int = 1,
+    ) -> None:
+        sizes = _sizes(n, c, d, h, w)
+        launch = init()
+        self._setup(_infer(sizes, launch.world), launch.rank, launch.device.type)
+        self._check_world(launch.world)
+
+    def _setup(self, axes: dict[str, int], rank: int, device_type: str | None) -> None:
+        self._axes = axes
+        self._rank = rank
+        self._device_type = device_type
+
+    def _check_world(self, world: int) -> None:
+        if self.size != world:
+            raise DistfxError(
+                f"{self} needs {self.size} rank{'s' * (self.size != 1)}, but {world} "
+                f"{'were' if world != 1 else 'was'} started. Start as many as the sizes multiply to "
+                f"(torchrun --nproc-per-node {self.size} ..., or mpiexec -n {self.size} ...), or write -1 for one size."
+            )
+
+    # -- other ways to make one
+
+    @classmethod
+    def abstract(cls, n: int = 1, c: int | tuple[int, int] = 1, d: int = 1, h: int = 1, w: int = 1) -> Grid:
+        """A grid without processes, seen from rank 0: for planning."""
+        sizes = _sizes(n, c, d, h, w)
+        if -1 in sizes.values():
+            raise DistfxError("an abstract grid has no processes to infer -1 from: give every size")
+        return cls._make(sizes, 0, None)
+
+    @classmethod
+    def _make(cls, axes: dict[str, int], rank: int, device_type: str | None) -> Grid:
+        grid = cls.__new__(cls)
+        grid._setup(axes, rank, device_type)
+        return grid
+
+    @classmethod
+    def parse(cls, text: str) -> Grid:
+        """``Grid.parse("n2c2h2")`` is ``Grid(n=2, c=2, h=2)``; ``c2x4`` is ``c=(2, 4)``; ``n-1`` infers."""
+        return cls(**_parse(text))
+
+    @classmethod
+    def parse_abstract(cls, text: str) -> Grid:
+        """As :meth:`parse`, without processes."""
+        return cls.abstract(**_parse(text))
+
+    @classmethod
+    def of(cls, grid: GridLike) -> Grid:
+        """A grid from whatever a user may give where a grid is taken: a grid, text, a dict, a ``DeviceMesh``."""
+        if isinstance(grid, Grid):
+            return grid
+        if isinstance(grid, str):
+            return cls.parse(grid)
+        if isinstance(grid, Mapping):
+            unknown = sorted(set(grid) - set(AXES))
+            if unknown:
+                raise DistfxError(f"unknown axis {unknown[0]!r} in {dict(grid)}: the axes are {', '.join(AXES)}")
+            return cls(**grid)
+        if isinstance(grid, DeviceMesh):
+            return cls._of_mesh(grid)
+        raise DistfxError(f"a grid is a distfx.Grid, a text like 'n2h2', a dict or a DeviceMesh, not {type(grid)}")
+
+    @classmethod
+    def _of_mesh(cls, mesh: DeviceMesh) -> Grid:
+        names = mesh.mesh_dim_names
+        if names is None or not set(names) <= {*AXES, "c0", "c1"}:
+            raise DistfxError(
+                f"the dims of the DeviceMesh must be named after the axes {', '.join(AXES)}, not {names}: "
+                "init_device_mesh(..., mesh_dim_names=('n', 'h'))"
+            )
+        order = [axis for axis in ("n", "c", "c0", "c1", "d", "h", "w") if axis in names]
+        if list(names) != order or mesh.mesh.flatten().tolist() != list(range(mesh.size())):
+            raise DistfxError(f"the DeviceMesh must have its dims in the order {order} and its ranks in row-major order")
+        launch = init()
+        grid = cls._make(dict(zip(names, mesh.mesh.shape, strict=True)), launch.rank, mesh.device_type)
+        grid._check_world(launch.world)
+        _meshes[grid._key()] = mesh
+        return grid
+
+    def factor(self, first: int) -> Grid:
+        """This grid with its ``c`` axis factored into ``c0`` of size ``first`` and ``c1``, over the same processes."""
+        size = self._axes["c"]
+        if size % first:
+            raise DistfxError(f"{first} does not divide the c axis of {self}")
+        axes: dict[str, int] = {}
+        for axis, extent in self._axes.items():
+            axes |= {"c0": first, "c1": size // first} if axis == "c" else {axis: extent}
+        return self._make(axes, self._rank, self._device_type)
+
+    def at(self, rank: int) -> Grid:
+        """The same grid without processes, seen from ``rank``."""
+        return self._make(dict(self._axes), rank, None)
+
+    # -- what it is
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that divide anything, with their sizes, in mesh order."""
+        return {axis: size for axis, size in self._axes.items() if size > 1}
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return math.prod(self._axes.values())
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether it has no processes."""
+        return self._device_type is None
+
+    @property
+    def device_type(self) -> str:
+        return self._device_type or "cpu"
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """This rank's coordinate along each axis."""
+        return self._coords_of(self._rank)
+
+    def _coords_of(self, rank: int) -> dict[str, int]:
+        coords: dict[str, int] = {}
+        for axis, size in reversed(self.axes.items()):
+            rank, coords[axis] = divmod(rank, size)
+        return dict(reversed(coords.items()))
+
+    def placement(self, rank: int | None = None) -> Coords:
+        """For each axis a rank's coordinate and the axis' size, as layouts take them."""
+        coords = self.coords if rank is None else self._coords_of(rank)
+        return {axis: (coords[axis], size) for axis, size in self.axes.items()}
+
+    def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The global ranks of this rank's segment along ``axes``, row-major in that order."""
+        strides: dict[str, int] = {}
+        stride = 1
+        for axis, size in reversed(self.axes.items()):
+            strides[axis], stride = stride, stride * size
+        base = self._rank - sum(strides[axis] * self.coords[axis] for axis in axes)
+        steps = itertools.product(*(range(self.axes[axis]) for axis in axes))
+        return tuple(base + sum(strides[a] * i for a, i in zip(axes, step, strict=True)) for step in steps)
+
+    def __repr__(self) -> str:
+        shown = {axis: size for axis, size in self._axes.items() if size > 1 and axis not in ("c0", "c1")}
+        if "c0" in self._axes:
+            shown["c"] = (self._axes["c0"], self._axes["c1"])  # type: ignore[assignment]
+        order = sorted(shown, key=AXES.index)
+        return f"Grid({', '.join(f'{axis}={shown[axis]}' for axis in order)})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Grid) and (self.axes, self.rank) == (other.axes, other.rank)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.axes.items()), self.rank))
+
+    # -- its processes
+
+    def _key(self) -> tuple[str, tuple[tuple[str, int], ...]]:
+        return self.device_type, tuple(self.axes.items())
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ``DeviceMesh`` of the axes larger than one; made once for each shape."""
+        if self.is_abstract:
+            raise DistfxError(f"{self} is abstract: it has no processes and no mesh")
+        key = self._key()
+        if key not in _meshes:
+            axes = self.axes or {"n": 1}
+            ranks = torch.arange(self.size).reshape(tuple(axes.values()))
+            _meshes[key] = DeviceMesh(self.device_type, ranks, mesh_dim_names=tuple(axes))
+        return _meshes[key]
+
+    def segment(self, axes: tuple[str, ...]) -> Segment:
+        """This rank's segment along ``axes``. All ranks must ask for the same axes in the same order."""
+        members = self.members(axes)
+        group = None
+        if not self.is_abstract and len(members) > 1:
+            group = self._group(axes)
+        return Segment(axes, members, members.index(self._rank), group)
+
+    def _group(self, axes: tuple[str, ...]) -> Any:
+        """The process group of a segment: one for each rank set, whatever axes lead to it, warmed by one collective."""
+        mine = frozenset(self.members(axes))
+        if mine not in _groups:
+            if len(axes) == 1:
+                _groups[mine] = self.mesh.get_group(axes[0])
+            elif self.size == len(mine):
+                _groups[mine] = dist.group.WORLD
+            else:
+                made = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in self._partition(axes)])[0]
+                _groups[mine] = made
+            dist.all_reduce(torch.zeros(1, device=self.device_type), group=_groups[mine])
+        return _groups[mine]
+
+    def _partition(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+        """Every segment along ``axes``, the same list on every rank."""
+        seen: set[int] = set()
+        for rank in range(self.size):
+            if rank not in seen:
+                members = self.at(rank).members(axes)
+                seen.update(members)
+                yield members
+
+
+GridLike = Grid | str | Mapping[str, int] | DeviceMesh
+
+
+def _sizes(n: int, c: int | tuple[int, int], d: int, h: int, w: int) -> dict[str, int]:
+    """The axes in mesh order, validated."""
+    sizes = {"n": n, "c": c, "d": d, "h": h, "w": w}
+    flat: dict[str, Any] = {}
+    for axis, size in sizes.items():
+        if isinstance(size, tuple | list) and axis == "c" and len(size) == 2:
+            flat |= {"c0": size[0], "c1": size[1]}
+        else:
+            flat[axis] = size
+    for axis, size in flat.items():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            meaning = _MEANING[axis[0]]
+            raise DistfxError(f"axis {axis} ({meaning}) has size {size!r}: give a positive whole number, or -1 for one")
+    if list(flat.values()).count(-1) > 1:
+        raise DistfxError("only one size of a grid may be -1")
+    return flat
+
+
+def _infer(sizes: dict[str, int], world: int) -> dict[str, int]:
+    """The sizes with -1 replaced by what is left of ``world`` ranks."""
+    if -1 not in sizes.values():
+        return sizes
+    rest = math.prod(size for size in sizes.values() if size != -1)
+    if world % rest:
+        given = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (1, -1))
+        raise DistfxError(f"{given or 'the grid'} takes {rest} ranks, which do not divide the {world} started: -1 cannot be inferred")
+    return {axis: world // rest if size == -1 else size for axis, size in sizes.items()}
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """``"n2c2x4h2"`` as keyword arguments of a grid."""
+    tokens = re.findall(r"([a-z])(-?\d+)(?:x(\d+))?", text)
+    sizes: dict[str, Any] = {}
+    for axis, size, second in tokens:
+        if axis not in AXES or axis in sizes or (second and axis != "c"):
+            raise DistfxError(f"cannot read axis {axis!r} of grid {text!r}: the axes are {', '.join(AXES)}, each once")
+        sizes[axis] = (int(size), int(second)) if second else int(size)
+    if "".join(f"{a}{s}{'x' + t if t else ''}" for a, s, t in tokens) != text.strip() or not sizes:
+        raise DistfxError(f"cannot read grid {text!r}: write it like 'n2c2h2'")
+    return sizes
