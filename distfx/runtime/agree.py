@@ -1,0 +1,63 @@
+"""Ranks agree before they communicate: what each was given is compared, and if it differs all of them raise."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distfx.errors import DistfxError, RankMismatchError
+from distfx.grid import Grid
+
+__all__ = ["agree", "agree_on_outcome", "digest"]
+
+
+def digest(text: str) -> int:
+    """63 bits of a hash of ``text``, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def agree(grid: Grid, what: str, mine: str) -> None:
+    """Raise on every rank if ``mine`` is not the same text on all of them. One message of eight bytes if it is."""
+    if grid.size == 1:
+        return
+    own = torch.tensor([digest(mine)], dtype=torch.int64)
+    every = torch.empty(grid.size, dtype=torch.int64)
+    dist.all_gather_single(every, own)
+    if bool((every == own).all()) and bool((every == every[0]).all()):
+        return
+    texts: list[Any] = [None] * grid.size
+    dist.all_gather_object(texts, mine)
+    raise RankMismatchError(_difference(what, texts))
+
+
+def _difference(what: str, texts: list[str]) -> str:
+    """Which ranks differ in what: the first line in which their texts differ."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        groups.setdefault(text, []).append(rank)
+    lines = [text.splitlines() for text in groups]
+    shown = []
+    longest = max(len(text) for text in lines)
+    differs = next((i for i in range(longest) if len({tuple(t[i : i + 1]) for t in lines}) > 1), 0)
+    for text, ranks in zip(lines, groups.values(), strict=True):
+        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
+        shown.append(f"  {who}: {text[differs] if differs < len(text) else '(nothing more)'}")
+    return f"the ranks were given different {what}:\n" + "\n".join(shown)
+
+
+def agree_on_outcome(grid: Grid, error: Exception | None) -> None:
+    """Raise on every rank if any of them failed: its own error where it did, the others' words elsewhere."""
+    if grid.size > 1:
+        failed = torch.tensor([error is not None], dtype=torch.int64)
+        dist.all_reduce(failed)
+        if int(failed) and int(failed) != grid.size:
+            texts: list[Any] = [None] * grid.size
+            dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
+            rank, text = next((r, t) for r, t in enumerate(texts) if t is not None)
+            if error is None:
+                raise DistfxError(f"rank {rank} failed: {text}")
+    if error is not None:
+        raise error

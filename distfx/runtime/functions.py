@@ -1,0 +1,97 @@
+"""Moves as differentiable functions of local tensors, whole or as ``begin`` and ``finish`` with work in between.
+
+Backward runs the adjoint half. Split in two, the halves mirror each other: ``finish`` starts the adjoint when the
+gradient comes back, ``begin`` waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distfx import ledger
+from distfx.grid import Segment
+from distfx.moves import BoundMove, Half
+from distfx.runtime.halves import start
+from distfx.runtime.transport import Pending
+
+__all__ = ["RunMove", "begin", "finish"]
+
+
+class RunMove:
+    """A bound move with its segment: a callable on local tensors."""
+
+    def __init__(self, move: BoundMove, segment: Segment, node: str = "", name: str = "") -> None:
+        self.move, self.segment, self.node = move, segment, node
+        self.__name__ = name or move.name
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _Whole.apply(x, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def start(self, half: Half, x: Tensor, phase: str) -> Pending:
+        """Start one half, and enter it into the ledger."""
+        ledger.record(self.node, self.__name__, half.axes, phase, half.sent_bytes(x.element_size()), half.messages)
+        return start(half, x, self.segment)
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__} along {','.join(self.move.forward.axes)} of {self.segment.size} ranks>"
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: RunMove) -> Tensor:
+        ctx.run = run
+        result = run.start(run.move.forward, x, "forward").wait()
+        return result.view_as(x) if result is x else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.run.start(ctx.run.move.backward, grad, "backward").wait(), None
+
+
+class _Token:
+    """What the two parts of a split move have in common: whatever is in flight, forward or backward."""
+
+    pending: Pending | None = None
+
+    def take(self) -> Tensor:
+        assert self.pending is not None, "a move was finished that was not begun"
+        pending, self.pending = self.pending, None
+        return pending.wait()
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: RunMove, token: _Token) -> Tensor:
+        ctx.token = token
+        token.pending = run.start(run.move.forward, x, "forward")
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.token.take(), None, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, run: RunMove, token: _Token) -> Tensor:
+        ctx.run, ctx.token = run, token
+        return token.take()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        ctx.token.pending = ctx.run.start(ctx.run.move.backward, grad, "backward")
+        return grad.new_empty(0), None, None
+
+
+def begin(run: RunMove, x: Tensor) -> tuple[Tensor, RunMove, _Token]:
+    """Start a move. What is returned goes to :func:`finish`, once; work done in between overlaps with it."""
+    token = _Token()
+    return _Begin.apply(x, run, token), run, token  # type: ignore[no-untyped-call]
+
+
+def finish(ticket: tuple[Tensor, RunMove, _Token]) -> Tensor:
+    """The result of a move that was begun."""
+    return _Finish.apply(*ticket)  # type: ignore[no-any-return,no-untyped-call]

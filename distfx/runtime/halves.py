@@ -1,0 +1,251 @@
+"""Executing the halves of moves: from a local tensor to a communication in flight to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, singledispatch
+
+import torch
+from torch import Tensor
+
+from distfx.grid import Segment
+from distfx.moves import Along, Half, Masked, Nothing, Put, Reduce, Take, Transpose
+from distfx.runtime.transport import (
+    Pending,
+    Ready,
+    Work,
+    all_gather_even,
+    all_reduce,
+    empty_like,
+    has_native_gather,
+    reduce_scatter_even,
+    send_receive,
+)
+from distfx.schedule import Message
+
+__all__ = ["start"]
+
+
+class _InFlight(Pending):
+    """Waits for all works, then runs ``finish``, which gives the result. Holds every buffer until then."""
+
+    def __init__(self, works: list[Work], finish: Callable[[], Tensor], buffers: list[Tensor]) -> None:
+        self.works, self.finish, self.buffers = works, finish, buffers
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        result = self.finish()
+        self.buffers.clear()
+        return result
+
+
+@singledispatch
+def start(half: Half, x: Tensor, segment: Segment) -> Pending:
+    """Start ``half`` on the local tensor ``x``."""
+    raise TypeError(f"no way to run {type(half).__name__}")
+
+
+@start.register
+def _(half: Nothing, x: Tensor, segment: Segment) -> Pending:
+    return Ready(x)
+
+
+@start.register
+def _(half: Masked, x: Tensor, segment: Segment) -> Pending:
+    return Ready(x if half.keep else torch.zeros_like(x))
+
+
+@start.register
+def _(half: Take, x: Tensor, segment: Segment) -> Pending:
+    return Ready(x.narrow(half.dim, half.lo, half.after[half.dim]))
+
+
+@start.register
+def _(half: Put, x: Tensor, segment: Segment) -> Pending:
+    result = empty_like(half.after, x).zero_()
+    result.narrow(half.dim, half.lo, half.before[half.dim]).copy_(x)
+    return Ready(result)
+
+
+@start.register
+def _(half: Reduce, x: Tensor, segment: Segment) -> Pending:
+    result = x.clone(memory_format=torch.contiguous_format)
+    return _InFlight([all_reduce(segment, result)], lambda: result, [result])
+
+
+# -- along one dim
+
+
+@lru_cache(maxsize=4096)
+def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(positions, device=device)
+
+
+def _pack(x: Tensor, dim: int, message: Message) -> Tensor:
+    """The positions of ``message`` as one contiguous tensor; without a copy where they lie so."""
+    if message.runs is None:
+        assert message.positions is not None
+        return x.index_select(dim, _index(message.positions, x.device)).contiguous()
+    if len(message.runs) == 1:
+        return x.narrow(dim, *message.runs[0]).contiguous()
+    return torch.cat([x.narrow(dim, *run) for run in message.runs], dim)
+
+
+def _place(result: Tensor, dim: int, message: Message, value: Tensor, *, add: bool) -> None:
+    """Write ``value`` to the positions of ``message`` in ``result``, or add it there."""
+    if message.runs is None:
+        assert message.positions is not None
+        index = _index(message.positions, result.device)
+        result.index_add_(dim, index, value) if add else result.index_copy_(dim, index, value)
+        return
+    offset = 0
+    for first, length in message.runs:
+        part, piece = result.narrow(dim, first, length), value.narrow(dim, offset, length)
+        part.add_(piece) if add else part.copy_(piece)
+        offset += length
+
+
+def _landing(result: Tensor, dim: int, message: Message) -> tuple[Tensor, bool]:
+    """Where a message is received: straight into ``result`` where that is contiguous, else a buffer to be placed."""
+    if message.runs is not None and len(message.runs) == 1:
+        view = result.narrow(dim, *message.runs[0])
+        if view.is_contiguous():
+            return view, True
+    shape = (*result.shape[:dim], message.length, *result.shape[dim + 1 :])
+    return torch.empty(shape, dtype=result.dtype, device=result.device), False
+
+
+@start.register
+def _(half: Along, x: Tensor, segment: Segment) -> Pending:
+    if _even_gather(half, segment) and has_native_gather(segment, x):
+        return _native_scatter(half, x, segment) if half.adjoint else _native_gather(half, x, segment)
+    return _turned(half, x, segment) if half.adjoint else _straight(half, x, segment)
+
+
+def _straight(half: Along, x: Tensor, segment: Segment) -> Pending:
+    plan, dim = half.schedule, half.dim
+    if (run := plan.local_run) is not None:
+        return Ready(x if run == (0, x.shape[dim]) else x.narrow(dim, *run))
+    result = empty_like(half.after, x)
+    sends = [(peer, _pack(x, dim, message)) for peer, message in plan.send] if half.messages else []
+    landings = [(peer, message, *_landing(result, dim, message)) for peer, message in plan.receive]
+    receives = [(peer, buffer) for peer, _, buffer, _ in landings] if result.numel() else []
+    works = send_receive(segment, sends, receives)
+    for source, target in [plan.keep] if plan.keep[0].length else []:
+        value = x.narrow(dim, *source.runs[0]) if source.runs and len(source.runs) == 1 else _pack(x, dim, source)
+        _place(result, dim, target, value, add=False)
+    if plan.fill.length:
+        _fill(result, dim, plan.fill, half.fill)
+
+    def finish() -> Tensor:
+        for _, message, buffer, direct in landings:
+            if not direct:
+                _place(result, dim, message, buffer, add=False)
+        return result
+
+    return _InFlight(works, finish, [x, result, *(t for _, t in sends), *(t for _, t in receives)])
+
+
+def _fill(result: Tensor, dim: int, message: Message, value: float) -> None:
+    if message.runs is None:
+        assert message.positions is not None
+        result.index_fill_(dim, _index(message.positions, result.device), value)
+        return
+    for run in message.runs:
+        result.narrow(dim, *run).fill_(value)
+
+
+def _turned(half: Along, x: Tensor, segment: Segment) -> Pending:
+    """The adjoint: what was received goes back and is added where it came from."""
+    plan, dim = half.schedule, half.dim
+    if (run := plan.local_run) is not None:
+        return Ready(x if run == (0, plan.owned) else _padded(half, x, run[0]))
+    sends = [(peer, _pack(x, dim, message)) for peer, message in plan.receive] if half.messages else []
+    shape = (*half.after[:dim], 0, *half.after[dim + 1 :])
+    receives = []
+    for peer, message in plan.send:
+        buffer = torch.empty((*shape[:dim], message.length, *shape[dim + 1 :]), dtype=x.dtype, device=x.device)
+        receives.append((peer, buffer))
+    works = send_receive(segment, sends, receives if not receives or receives[0][1].numel() else [])
+    source, target = plan.keep
+    if source.runs == ((0, plan.owned),) and target.runs is not None and len(target.runs) == 1:
+        result = empty_like(half.after, x).copy_(x.narrow(dim, *target.runs[0]))
+    else:
+        result = empty_like(half.after, x).zero_()
+        if source.length:
+            _place(result, dim, source, _pack(x, dim, target), add=True)
+
+    def finish() -> Tensor:
+        for (_, message), (_, buffer) in zip(plan.send, receives, strict=True):
+            _place(result, dim, message, buffer, add=True)
+        return result
+
+    return _InFlight(works, finish, [x, *(t for _, t in sends)])
+
+
+def _padded(half: Along, x: Tensor, lo: int) -> Tensor:
+    result = empty_like(half.after, x).zero_()
+    result.narrow(half.dim, lo, x.shape[half.dim]).copy_(x)
+    return result
+
+
+# -- even gathers on backends that have fast ones
+
+
+def _even_gather(half: Along, segment: Segment) -> bool:
+    """Whether the schedule is a gather of equal parts from every member, in order."""
+    plan = half.schedule
+    return (
+        plan.length == plan.owned * segment.size
+        and len(plan.send) == len(plan.receive) == segment.size - 1
+        and not plan.fill.length
+        and plan.keep[1].runs == ((plan.owned * segment.index, plan.owned),)
+        and all(message.runs == ((peer * plan.owned, plan.owned),) for peer, message in plan.receive)
+        and list(segment.members) == sorted(segment.members)
+    )
+
+
+def _native_gather(half: Along, x: Tensor, segment: Segment) -> Pending:
+    part = x.contiguous()
+    gathered = torch.empty((segment.size, *part.shape), dtype=x.dtype, device=x.device)
+    work = all_gather_even(segment, gathered, part)
+    return _InFlight([work], lambda: gathered.movedim(0, half.dim).reshape(half.after), [part, gathered])
+
+
+def _native_scatter(half: Along, x: Tensor, segment: Segment) -> Pending:
+    parts = x.unflatten(half.dim, (segment.size, half.schedule.owned)).movedim(half.dim, 0).contiguous()
+    result = torch.empty(half.after, dtype=x.dtype, device=x.device)
+    work = reduce_scatter_even(segment, result, parts)
+    return _InFlight([work], lambda: result, [parts, result])
+
+
+# -- between two dims
+
+
+@start.register
+def _(half: Transpose, x: Tensor, segment: Segment) -> Pending:
+    result = empty_like(half.after, x)
+    sends, receives, places = [], [], []
+    for peer in range(segment.size):
+        lo, hi = half.split_cuts[peer]
+        block = x.narrow(half.split_dim, lo, hi - lo)
+        first, last = half.gather_cuts[peer]
+        place = result.narrow(half.gather_dim, first, last - first)
+        if peer == half.me:
+            place.copy_(block)
+            continue
+        if block.numel():
+            sends.append((peer, block.contiguous()))
+        if place.numel():
+            buffer = torch.empty(place.shape, dtype=x.dtype, device=x.device)
+            receives.append((peer, buffer))
+            places.append((place, buffer))
+    works = send_receive(segment, sends, receives)
+
+    def finish() -> Tensor:
+        for place, buffer in places:
+            place.copy_(buffer)
+        return result
+
+    return _InFlight(works, finish, [x, result, *(t for _, t in sends)])

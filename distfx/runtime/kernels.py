@@ -1,0 +1,223 @@
+"""Local kernels: what ATen has no single operator for. All of them are compositions of ATen calls on local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from distfx import ledger
+from distfx.grid import Segment
+from distfx.layout import Window
+from distfx.runtime.transport import all_reduce
+
+__all__ = ["KERNELS", "BatchNorm", "Zero", "add_bias", "avg_pool", "conv_transpose", "mean"]
+
+
+class _Zeros(torch.autograd.Function):
+    """Zeros that depend on tensors: nothing to compute here, but backward must run on this rank as on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors))
+
+
+class Zero:
+    """The kernel of a rank whose part is empty: zeros of the right shape (a sum over nothing, or no elements)."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.__name__ = "zero"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        return _Zeros.apply(self.shape, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def add_bias(x: Tensor, bias: Tensor, *, dim: int) -> Tensor:
+    """``x`` plus ``bias`` along ``dim``."""
+    return x + bias.view(-1, *(1,) * (x.dim() - 2)) if dim == 1 else x + bias
+
+
+def mean(x: Tensor, dims: Sequence[int], *, keepdim: bool, count: int) -> Tensor:
+    """The sum over ``dims`` divided by the global ``count``: this rank's part of a mean."""
+    return x.sum(list(dims), keepdim=keepdim) / count
+
+
+def conv_transpose(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    *,
+    split: Sequence[bool],
+    start: Sequence[int],
+    size: Sequence[int],
+) -> Tensor:
+    """The block ``[start, start + size)`` of a transposed convolution's output, from the inputs that reach it.
+
+    Input i adds to the outputs ``s*i - p + d*r``. Along a split dim the first input here is the first that reaches the
+    block; what is computed of the neighbours' blocks is cut off, and outputs that no tap reaches are zero.
+    """
+    channels = weight.shape[1] * groups
+    if x.numel() == 0 or weight.numel() == 0 or min(size) == 0:
+        result = Zero((x.shape[0], channels, *size))(x, weight)
+        return result if bias is None else add_bias(result, bias, dim=1)
+    rank = len(size)
+    pads, extra, cuts = [0] * rank, [0] * rank, []
+    for i in range(rank):
+        reach = dilation[i] * (weight.shape[2 + i] - 1)
+        if split[i]:
+            window = Window(lo=reach - padding[i] - stride[i] + 1, hi=padding[i] + stride[i] - 1, div=stride[i])
+            first, _ = window.need(start[i], start[i] + size[i])
+            cuts.append((2 + i, start[i] - (stride[i] * int(first) - padding[i]), size[i]))
+        else:
+            pads[i] = padding[i]
+            extra[i] = size[i] - ((x.shape[2 + i] - 1) * stride[i] - 2 * padding[i] + reach + 1)
+    result = torch.convolution(
+        x, weight, None, list(stride), pads, list(dilation), transposed=True, output_padding=extra, groups=groups
+    )
+    for dim, first, length in cuts:
+        missing = first + length - result.shape[dim]
+        if missing > 0:
+            result = F.pad(result, [0, 0] * (result.dim() - 1 - dim) + [0, missing])
+        result = result.narrow(dim, first, length)
+    return result if bias is None else add_bias(result, bias, dim=1)
+
+
+def avg_pool(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    include: bool,
+    *,
+    split: Sequence[bool],
+    start: Sequence[int],
+    size: Sequence[int],
+    extent: Sequence[int],
+) -> Tensor:
+    """The block of an average pooling's output whose windows hold different numbers of elements.
+
+    Each window's sum is divided by its count in the whole input: with its padding (``include``) or without.
+    """
+    rank = len(size)
+    widths: list[int] = []
+    scale = torch.ones((1,) * (rank), dtype=x.dtype, device=x.device)
+    for i in range(rank):
+        k, s, p = kernel[i], stride[i], padding[i]
+        widths = ([0, 0] if split[i] else [p, (size[i] - 1) * s + k - p - x.shape[2 + i]]) + widths
+        low = (torch.arange(start[i], start[i] + size[i], device=x.device)) * s - p
+        high = (low + k).clamp(max=extent[i] + p)
+        count = high - low if include else high.clamp(max=extent[i]) - low.clamp(min=0)
+        scale = scale * (k / count.to(x.dtype)).view(-1, *(1,) * (rank - 1 - i))
+    pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[rank - 1]
+    return pool(F.pad(x, widths), tuple(kernel), tuple(stride)) * scale  # type: ignore[operator,no-any-return]
+
+
+class BatchNorm:
+    """Batch norm in training with the statistics of the whole batch, over all ranks of a segment.
+
+    The ranks' means and sums of squared deviations are merged by count (Chan et al.), in float32 or better: first the
+    mean, then the deviations about it. Running statistics are updated as one device would.
+    """
+
+    def __init__(self, segment: Segment, node: str, momentum: float, eps: float, count: int) -> None:
+        self.segment, self.node, self.momentum, self.eps, self.count = segment, node, momentum, eps, count
+        self.__name__ = "batch_norm"
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+    ) -> Tensor:
+        return _BatchNorm.apply(x, weight, bias, running_mean, running_var, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def sum(self, value: Tensor, phase: str) -> Tensor:
+        """The sum over the segment, in place."""
+        ranks = self.segment.size
+        sent = ledger.allreduce_bytes(value.numel() * value.element_size(), ranks)
+        ledger.record(self.node, self.__name__, self.segment.axes, phase, sent, ledger.allreduce_messages(ranks))
+        all_reduce(self.segment, value).wait()
+        return value
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        norm: BatchNorm,
+    ) -> Tensor:
+        channels = x.shape[1]
+        wide = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+        here = x.numel() // channels if channels else 0
+        if here:
+            local_mean, local_var = torch.batch_norm_update_stats(x.to(wide), None, None, 0.0)
+        else:
+            local_mean = local_var = x.new_zeros(channels, dtype=wide)
+        mean = norm.sum(local_mean * here, "forward").div_(norm.count)
+        square = norm.sum((local_var + (local_mean - mean).square_()) * here, "forward")
+        var = square / norm.count
+        if running_mean is not None and running_var is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), norm.momentum)
+            running_var.lerp_((square / (norm.count - 1)).to(running_var.dtype), norm.momentum)
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.norm = norm
+        if not x.numel():
+            return torch.empty_like(x)
+        args = (a if a is None else a.to(wide) for a in (weight, bias))
+        return torch.native_batch_norm(x.to(wide), *args, mean, var, False, 0.0, norm.eps)[0].to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, mean, var = ctx.saved_tensors
+        norm: BatchNorm = ctx.norm
+        wide = mean.dtype
+        scale = (var + norm.eps).rsqrt_()
+        gain = scale if weight is None else scale * weight.to(wide)
+        if x.numel():
+            dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+                grad.to(wide), x.to(wide), None if weight is None else weight.to(wide), mean, var, None, None, False,
+                norm.eps, [True, True, True],
+            )  # fmt: skip
+        else:
+            dx, dweight, dbias = torch.empty_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
+        if ctx.needs_input_grad[0]:
+            sums = norm.sum(torch.stack([dbias, dweight]), "backward").div_(norm.count)
+            shape = (1, -1, *(1,) * (x.dim() - 2))
+            about = (x - mean.view(shape)).mul_((gain * scale * sums[1]).view(shape)).add_((gain * sums[0]).view(shape))
+            dx = dx.sub_(about).to(x.dtype)
+        kept = None if weight is None else weight.dtype
+        dw = dweight.to(kept) if ctx.needs_input_grad[1] else None
+        db = dbias.to(kept or wide) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None, None, None
+
+
+KERNELS = {
+    "add_bias": add_bias,
+    "mean": mean,
+    "conv_transpose": conv_transpose,
+    "avg_pool": avg_pool,
+}
+"""The inserted operators that are local, by name."""

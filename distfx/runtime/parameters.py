@@ -1,0 +1,190 @@
+"""Parameters as shards: DTensors on one mesh, and the reduction of their gradients.
+
+A parameter's gradient is summed only over the ranks that hold the same shard and used it in different ways. Gradients
+are reduced in buckets, asynchronously, as backward produces them. The order is left to autograd, which runs nodes in
+the reverse order of their making: each bucket is taken by two functions, :class:`_Late` made before the forward pass
+and :class:`_Early` just before the bucket's first use. Going back, ``_Early`` runs as soon as the bucket's gradients are
+there and starts the reduction; ``_Late`` runs when all other work is done and waits for it. Hooks, ``autograd.grad``
+and gradient accumulation therefore see finished gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distfx import ledger
+from distfx.grid import Grid, Segment
+from distfx.layout import Layout
+from distfx.runtime.transport import Work, all_reduce
+
+__all__ = ["Bucket", "Gradients", "distribute", "placements", "to_dtensor"]
+
+BUCKET_BYTES = 8 << 20
+"""A bucket is closed when it holds so much. Small enough that reduction starts early, large enough to hide latency."""
+
+
+# ---------------------------------------------------------------------------------------------------- shards
+
+
+def placements(layout: Layout, grid: Grid) -> list[Placement]:
+    """The DTensor placements of a stored parameter's layout."""
+    axes = list(grid.axes) or ["n"]
+    return [Replicate() if (dim := layout.dim_of(axis)) is None else Shard(dim) for axis in axes]
+
+
+def to_dtensor(local: Tensor, like_shape: torch.Size, layout: Layout, grid: Grid) -> DTensor:
+    """A DTensor of global shape ``like_shape`` whose part on this rank is ``local``."""
+    strides = torch.empty(like_shape, device="meta").stride()
+    return DTensor.from_local(
+        local, grid.mesh, placements(layout, grid), run_check=False, shape=like_shape, stride=strides
+    )
+
+
+def distribute(value: Tensor, layout: Layout, grid: Grid, *, broadcast: bool) -> DTensor:
+    """This rank's shard of ``value``, of rank 0's if ``broadcast``. ``value`` itself is left as it was."""
+    whole = value.detach()
+    device = torch.device(grid.device_type) if grid.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    if broadcast and grid.size > 1:
+        whole = whole.to(device, copy=True).contiguous()
+        dist.broadcast(whole, src=0)
+    part = whole
+    for dim, (lo, hi) in enumerate(layout.settled().bounds(value.shape, grid.placement())):
+        part = part.narrow(dim, int(lo), int(hi - lo))
+    own = part.to(device).clone(memory_format=torch.preserve_format)
+    if own.numel() and not own.is_contiguous() and value.is_contiguous():
+        own = own.contiguous()
+    return to_dtensor(own, value.shape, layout, grid)
+
+
+# ------------------------------------------------------------------------------------------------- gradients
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients travel together: by name, with the segment over which they are summed."""
+
+    names: tuple[str, ...]
+    segment: Segment
+    label: str
+
+
+class _Flight:
+    """A bucket of one forward pass: the reduction of its gradients while it is under way."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.work: Work | None = None
+        self.flat: Tensor | None = None
+
+    def start(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Start summing ``grads``; gives views of the buffer in which the sums will be."""
+        segment = self.bucket.segment
+        if segment.size == 1:
+            return tuple(grads)
+        if len(grads) == 1 and grads[0].is_contiguous():
+            self.flat = grads[0].clone()
+        else:
+            self.flat = torch.cat([grad.reshape(-1) for grad in grads])
+        sent = ledger.allreduce_bytes(self.flat.numel() * self.flat.element_size(), segment.size)
+        messages = ledger.allreduce_messages(segment.size)
+        ledger.record(self.bucket.label, "all_reduce", segment.axes, "backward", sent, messages)
+        self.work = all_reduce(segment, self.flat)
+        sizes = [grad.numel() for grad in grads]
+        parts = self.flat.reshape(-1).split(sizes)
+        return tuple(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.work = self.flat = None
+
+
+class _Late(torch.autograd.Function):
+    """From DTensors to their local tensors. Back: waits, and gives the gradients as DTensors."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, *params: DTensor) -> tuple[Tensor, ...]:
+        ctx.flight = flight
+        ctx.specs = [(p.device_mesh, p.placements, p.shape, p.stride()) for p in params]
+        return tuple(p.to_local().detach() for p in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor | None, ...]:  # type: ignore[override]
+        ctx.flight.wait()
+        result: list[DTensor | None] = []
+        for grad, (mesh, placed, shape, stride), needed in zip(grads, ctx.specs, ctx.needs_input_grad[1:], strict=True):
+            whole = DTensor.from_local(grad, mesh, placed, run_check=False, shape=shape, stride=stride) if needed else None
+            result.append(whole)
+        return (None, *result)
+
+
+class _Early(torch.autograd.Function):
+    """The identity on local tensors. Back: starts the reduction of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, flight: _Flight, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.flight = flight
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (None, *ctx.flight.start(grads))
+
+
+class Gradients:
+    """The parameters and buffers of one forward pass, as local tensors; created before it."""
+
+    def __init__(self, tensors: dict[str, DTensor], buckets: Sequence[Bucket]) -> None:
+        self.tensors = tensors
+        self.waiting: list[tuple[_Flight, tuple[Tensor, ...]] | None] = []
+        for bucket in buckets:
+            params = [tensors[name] for name in bucket.names]
+            if torch.is_grad_enabled() and any(p.requires_grad for p in params):
+                flight = _Flight(bucket)
+                self.waiting.append((flight, _Late.apply(flight, *params)))  # type: ignore[no-untyped-call]
+            else:
+                self.waiting.append(None)
+        self.buckets = buckets
+
+    def bucket(self, index: int) -> tuple[Tensor, ...]:
+        """The local tensors of a bucket, at its first use."""
+        taken = self.waiting[index]
+        if taken is None:
+            with torch.no_grad():
+                return tuple(self.tensors[name].to_local() for name in self.buckets[index].names)
+        flight, tensors = taken
+        return _Early.apply(flight, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+    def plain(self, name: str) -> Tensor:
+        """The local tensor of a buffer, or of a parameter without gradient."""
+        with torch.no_grad():
+            return self.tensors[name].to_local()
+
+
+def make_buckets(
+    wanted: Sequence[tuple[str, tuple[str, ...], int, torch.dtype]], grid: Grid, limit: int = BUCKET_BYTES
+) -> list[Bucket]:
+    """Group parameters ``(name, axes of the sum, local bytes, dtype)``, in order of use, into buckets.
+
+    Backward meets them in reverse, so grouping starts from the end; only neighbours of one segment and dtype share.
+    """
+    groups: list[tuple[tuple[str, ...], torch.dtype, list[str], int]] = []
+    open_groups: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
+    for name, axes, nbytes, dtype in reversed(wanted):
+        at = open_groups.get((axes, dtype))
+        if at is None or groups[at][3] + nbytes > limit:
+            open_groups[axes, dtype] = at = len(groups)
+            groups.append((axes, dtype, [], 0))
+        axes, dtype, names, total = groups[at]
+        groups[at] = (axes, dtype, [*names, name], total + nbytes)
+    return [
+        Bucket(tuple(reversed(names)), grid.segment(axes), f"gradients[{number}]")
+        for number, (axes, _, names, _) in enumerate(groups)
+    ]

@@ -1,0 +1,91 @@
+"""Messages inside a segment: one batch of sends and receives, and the allreduce, on whatever backend there is.
+
+Gathers, scatters, halos and all-to-alls are all batches of point-to-point messages of known size, so uneven parts need
+no padding and no metadata is ever sent. The backend's native gather and reduce-scatter are used where it has fast
+ones (NCCL) and the parts are even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distfx.grid import Segment
+
+__all__ = ["Pending", "Ready", "Work", "all_reduce", "has_native_gather", "send_receive"]
+
+
+class Work(Protocol):
+    """What ``torch.distributed`` hands out for an operation in flight."""
+
+    def wait(self) -> Any: ...
+
+
+class Pending:
+    """A communication in flight. ``wait`` finishes it and gives its result."""
+
+    def wait(self) -> Tensor:
+        raise NotImplementedError
+
+
+class Ready(Pending):
+    """A result that needed no communication."""
+
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+
+    def wait(self) -> Tensor:
+        return self.result
+
+
+def _is_nccl(segment: Segment, tensor: Tensor) -> bool:
+    return tensor.is_cuda and "nccl" in dist.get_backend(segment.group)
+
+
+def has_native_gather(segment: Segment, tensor: Tensor) -> bool:
+    """Whether even gathers and reduce-scatters should go to the backend as such: NCCL's rings beat many messages."""
+    return _is_nccl(segment, tensor)
+
+
+def send_receive(
+    segment: Segment, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+) -> list[Work]:
+    """Start all messages at once: ``(member, contiguous tensor)`` each. Wait for every work that is returned."""
+    if not sends and not receives:
+        return []
+    group = segment.group
+    if _is_nccl(segment, (sends or receives)[0][1]):
+        ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=segment.group_rank(m)) for m, t in receives]
+        ops += [dist.P2POp(dist.isend, t, group=group, group_peer=segment.group_rank(m)) for m, t in sends]
+        return list(dist.batch_isend_irecv(ops))
+    works: list[Work] = [group.recv([tensor], segment.group_rank(member), 0) for member, tensor in receives]
+    works += [group.send([tensor], segment.group_rank(member), 0) for member, tensor in sends]
+    return works
+
+
+def all_reduce(segment: Segment, tensor: Tensor) -> Work:
+    """Start summing ``tensor`` in place over the segment."""
+    return dist.all_reduce(tensor, group=segment.group, async_op=True)  # type: ignore[no-any-return]
+
+
+def all_gather_even(segment: Segment, result: Tensor, part: Tensor) -> Work:
+    """Start gathering equal parts into ``result``, whose first dim counts the members."""
+    return dist.all_gather_single(result, part, group=segment.group, async_op=True)  # type: ignore[no-any-return]
+
+
+def reduce_scatter_even(segment: Segment, result: Tensor, parts: Tensor) -> Work:
+    """Start summing ``parts``, whose first dim counts the members, each member receiving its own."""
+    return dist.reduce_scatter_single(result, parts, group=segment.group, async_op=True)  # type: ignore[no-any-return]
+
+
+def empty_like(shape: Sequence[int], like: Tensor) -> Tensor:
+    """An uninitialised tensor of ``shape`` in the memory format of ``like`` (channels_last is kept)."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    memory_format = formats.get(len(shape))
+    if memory_format is not None and like.is_contiguous(memory_format=memory_format) and not like.is_contiguous():
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=memory_format)
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
