@@ -1,0 +1,1 @@
+"""The compiler: passes from ``GraphModule`` to ``GraphModule``. Knows nothing of processes or sockets."""

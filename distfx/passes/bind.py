@@ -1,0 +1,236 @@
+"""bind: for one input shape and one place in the grid, symbolic sizes become numbers.
+
+in: a localised graph.   out: a :class:`Bound`: the same graph with literal numbers, on whose nodes ``meta`` has the
+concrete ``shape`` (global), ``local`` shape and, for moves, ``bound`` (the halves); and the rows of the plan with the
+bytes that this rank will send.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from distfx import ledger, ops
+from distfx.errors import DistfxError
+from distfx.layout import Layout
+from distfx.moves import Exchange, Move
+from distfx.ops import LocalSize
+from distfx.passes.capture import InputSpec, describe
+from distfx.passes.rules import aten
+from distfx.symbolic import evaluate, evaluate_shape
+
+if TYPE_CHECKING:
+    from distfx.grid import Grid
+
+__all__ = ["Bound", "bind", "match_inputs"]
+
+Values = dict[sympy.Symbol, int]
+
+
+@dataclass
+class Bound:
+    """A graph bound to one shape on one rank."""
+
+    module: GraphModule
+    values: Values
+
+
+def match_inputs(
+    specs: Sequence[InputSpec],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    lower: Mapping[sympy.Symbol, int],
+) -> Values:
+    """The values of the symbols for inputs of these shapes; an error that says what does not fit."""
+    values: Values = {}
+    if len(specs) != len(shapes):
+        raise DistfxError(f"the model takes {len(specs)} tensors, but was called with {len(shapes)}")
+    for spec, shape, dtype in zip(specs, shapes, dtypes, strict=True):
+        expected = f"({', '.join(map(str, spec.shape))})"
+        if len(shape) != len(spec.shape):
+            raise DistfxError(
+                f"input {spec.name} has {len(shape)} dims {shape}, but the model was captured with {len(spec.shape)}: "
+                f"{expected}. Give example_inputs with the rank you mean to use."
+            )
+        if dtype != spec.dtype:
+            raise DistfxError(
+                f"input {spec.name} is {dtype}, but the model was captured with {spec.dtype}: convert the input "
+                f"(x.to({spec.dtype})), or convert the model before parallelize."
+            )
+        for dim, (size, have) in enumerate(zip(spec.shape, shape, strict=True)):
+            if isinstance(size, sympy.Symbol):
+                known = values.setdefault(size, have)
+                if known != have:
+                    raise DistfxError(f"input {spec.name} has {size} = {have} in dim {dim}, but another input has {known}")
+                if have < lower.get(size, 0):
+                    raise DistfxError(
+                        f"input {spec.name} has {size} = {have} in dim {dim}; the model works from {lower[size]} on"
+                    )
+            elif isinstance(size, int) and size != have:
+                what = "channels" if dim == 1 else f"size in dim {dim}"
+                raise DistfxError(f"input {spec.name} has {have} {what}, but the model takes {size}: {expected}")
+    for spec, shape in zip(specs, shapes, strict=True):
+        if (whole := evaluate_shape(spec.shape, values)) != shape:
+            raise DistfxError(f"input {spec.name} has shape {shape}, where the model as captured needs {whole}")
+    return values
+
+
+def bind(module: GraphModule, values: Values, grid: Grid, given: Mapping[str, str] | None = None) -> Bound:
+    """Bind ``module`` at the grid's rank. ``given[name] == "local"``: that input comes as this rank's part already."""
+    coords = grid.placement()
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    given = given or {}
+    parts: set[Node] = set()
+
+    def number(value: Any) -> Any:
+        if isinstance(value, LocalSize):
+            return int(replace(value, extent=evaluate(value.extent, values)).at(coords))
+        return evaluate(value, values) if isinstance(value, sympy.Expr) else value
+
+    for node in module.graph.nodes:
+        new = graph.node_copy(node, lambda operand: copies[operand])
+        new.args, new.kwargs = map_aggregate(new.args, number), map_aggregate(new.kwargs, number)  # type: ignore[assignment]
+        copies[node] = new
+        if node.op == "output" or "layout" not in node.meta:
+            continue
+        if node.op == "placeholder" and given.get(node.name) == "local":
+            parts.add(new)
+        if node.meta.get("many"):
+            continue
+        shape = evaluate_shape(node.meta["shape"], values) if node.meta.get("shape") is not None else ()
+        new.meta["shape"] = shape
+        _check(node, new, values)
+        move = node.meta.get("move")
+        if isinstance(move, Move):
+            source = new.args[0]
+            assert isinstance(source, Node)
+            if source in parts:  # the part that this slice would take has come in as such
+                copies[node] = source
+                parts.add(source)
+                source.meta |= {"layout": node.meta["layout"], "local": _local(node.meta["layout"], shape, grid)}
+                graph.erase_node(new)
+                continue
+            if isinstance(move, Exchange):
+                move = replace(move, extent=evaluate(move.extent, values), target=_numbered(move.target, values))
+            layout = node.meta.get("part", source.meta["layout"])
+            local = _local(layout, shape, grid) if "part" in node.meta else source.meta["local"]
+            bound = move.bind(_numbered_layout(layout, values), shape, local, grid)
+            new.meta |= {"bound": bound, "local": bound.forward.after, "move": move}
+        else:
+            new.meta["local"] = _local(node.meta["layout"], shape, grid, values)
+    return Bound(GraphModule(module, graph), values)
+
+
+def _local(layout: Layout, shape: Sequence[int], grid: Grid, values: Values | None = None) -> tuple[int, ...]:
+    layout = _numbered_layout(layout, values or {})
+    return tuple(int(size) for size in layout.local_shape(shape, grid.placement()))
+
+
+def _numbered(split: Any, values: Values) -> Any:
+    return replace(split, unit=evaluate(split.unit, values))
+
+
+def _numbered_layout(layout: Layout, values: Values) -> Layout:
+    return replace(layout, dims=tuple(_numbered(split, values) for split in layout.dims))
+
+
+# -------------------------------------------------------------------------------------------------- checking
+
+
+def _check(node: Node, new: Node, values: Values) -> None:
+    """Equations between sizes that capture left open, and shapes that make no sense: the same error on all ranks."""
+    if any(size < 0 for size in new.meta["shape"]) or (
+        math.prod(new.meta["shape"]) == 0 and node.op == "call_function" and node.meta.get("decision") is not None
+    ):
+        raise DistfxError(f"{_sizes(values)}: the result of {describe(node)} would have shape {new.meta['shape']}")
+    decision = node.meta.get("decision")
+    if decision is None or decision.spec is None:
+        return
+    spec = decision.spec
+    if spec.row.name == "linear":
+        have = evaluate(spec.operands[0][0].meta["shape"][-1], values)
+        want = spec.operands[1][0].meta["shape"][1]
+        if have != want:
+            raise DistfxError(
+                f"{_sizes(values)}: {describe(node)} takes {want} features, but gets {have}. The model is tied to one "
+                f"size here: its input {spec.operands[0][0].meta['shape'][-1]} must equal {want}."
+            )
+    elif spec.row.name == "reshape":
+        before = math.prod(evaluate_shape(spec.operands[0][0].meta["shape"], values))
+        if before != math.prod(new.meta["shape"]):
+            raise DistfxError(f"{_sizes(values)}: {describe(node)} cannot turn {before} elements into {new.meta['shape']}")
+    elif spec.row.name == "pointwise":
+        shapes = [evaluate_shape(operand.meta["shape"], values) for operand, _ in spec.operands]
+        try:
+            torch.broadcast_shapes(*shapes)
+        except RuntimeError:
+            raise DistfxError(f"{_sizes(values)}: {describe(node)} meets shapes {shapes}, which do not match") from None
+    elif spec.row.name == "pad" and spec.mode in ("reflect", "circular"):
+        source = evaluate_shape(spec.operands[0][0].meta["shape"], values)
+        for name, window in spec.windows.items():
+            dim = int(name[1:])
+            after = new.meta["shape"][dim] - source[dim] - window.lo
+            if max(window.lo, after) > source[dim] - (spec.mode == "reflect"):
+                raise DistfxError(
+                    f"{_sizes(values)}: {describe(node)} pads dim {dim} of extent {source[dim]} by "
+                    f"{max(window.lo, after)} in mode {spec.mode}, which is too much"
+                )
+
+
+def _sizes(values: Values) -> str:
+    return "with " + ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) if values else "here"
+
+
+# ------------------------------------------------------------------------------------------- predicted bytes
+
+
+def predict(bound: Bound, needs_grad: Callable[[Node], bool], itemsize: Callable[[Node], int], grid: Grid) -> dict[str, tuple[int, int, int, int]]:
+    """For each owner of a move: bytes forward, bytes backward, messages forward, messages backward, on this rank."""
+    result: dict[str, list[int]] = {}
+    for node in bound.module.graph.nodes:
+        move = node.meta.get("bound")
+        counts = None
+        if move is not None:
+            size = itemsize(node)
+            back = node.target is not ops.refresh and needs_grad(node.args[0])
+            counts = [move.forward.sent_bytes(size), move.backward.sent_bytes(size) if back else 0]
+            counts += [move.forward.messages, move.backward.messages if back else 0]
+        elif node.target is ops.batch_norm:
+            x = node.args[0]
+            assert isinstance(x, Node)
+            ranks = len(grid.members(tuple(node.kwargs["axis"])))  # type: ignore[arg-type]
+            one = x.meta["local"][1] * max(4, itemsize(node))
+            back = needs_grad(x)
+            sent, messages = ledger.allreduce_bytes(one, ranks), ledger.allreduce_messages(ranks)
+            counts = [2 * sent, ledger.allreduce_bytes(2 * one, ranks) * back, 2 * messages, messages * back]
+        if counts is not None:
+            owner = str(node.meta.get("owner", node.name))
+            total = result.setdefault(owner, [0, 0, 0, 0])
+            for i, count in enumerate(counts):
+                total[i] += count
+    return {owner: (t[0], t[1], t[2], t[3]) for owner, t in result.items()}
+
+
+def grads(bound: Bound, inputs: Mapping[str, bool], parameters: Mapping[str, bool]) -> dict[Node, bool]:
+    """Which nodes of a bound graph have a gradient."""
+    result: dict[Node, bool] = {}
+    for node in bound.module.graph.nodes:
+        if node.op == "placeholder":
+            result[node] = inputs.get(node.name, False)
+        elif node.op == "get_attr":
+            result[node] = parameters.get(str(node.target), False)
+        elif node.target in (aten.detach.default, ops.refresh):
+            result[node] = False
+        else:
+            dtype = node.meta.get("dtype")
+            differentiable = dtype is None or dtype.is_floating_point or dtype.is_complex
+            result[node] = differentiable and any(result[operand] for operand in node.all_input_nodes)
+    return result

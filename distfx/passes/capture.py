@@ -1,0 +1,409 @@
+"""capture: an unmodified ``nn.Module`` becomes an FX graph of ATen calls with symbolic sizes.
+
+in:  a module, example inputs.   out: a :class:`Capture`, whose graph is functional, calls one convolution operator for
+every kind of convolution, holds no size computations (sizes stand as expressions where they are used), and on whose
+nodes ``meta`` has ``shape`` (global, in the input's symbols), ``dtype``, ``path`` (module) and ``source`` (line).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.export import Dim
+from torch.fx import Graph, GraphModule, Node
+
+from distfx.errors import CaptureError
+from distfx.symbolic import Size, size_of
+
+__all__ = ["Capture", "InputSpec", "capture", "infer_inputs"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What the graph expects of one tensor input."""
+
+    name: str
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Capture:
+    """A captured model: its graph, its inputs and outputs, and the symbols' example values."""
+
+    module: GraphModule
+    inputs: tuple[InputSpec, ...]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    hints: dict[sympy.Symbol, int]
+    lower: dict[sympy.Symbol, int]
+    training: bool
+    mutated: frozenset[str]
+
+    @property
+    def graph(self) -> Graph:
+        return self.module.graph
+
+
+# ------------------------------------------------------------------------------------------- example inputs
+
+_FIRST = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_EXTENTS = {1: (4096, 1024, 256, 128), 2: (224, 32, 28, 64, 128, 256, 96, 512), 3: (64, 32, 128, 16, 96)}
+
+
+def infer_inputs(model: nn.Module, batch: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Inputs to try for a model whose example was not given: rank and channels of its first layer, common extents."""
+    for layer in model.modules():
+        if isinstance(layer, _FIRST):
+            rank = layer.weight.dim() - 2
+            shapes = [(batch, layer.in_channels, *(extent,) * rank) for extent in _EXTENTS[rank]]
+        elif isinstance(layer, nn.Linear):
+            shapes = [(batch, layer.in_features)]
+        else:
+            continue
+        like = layer.weight
+        yield from ((torch.empty(shape, dtype=like.dtype, device=like.device),) for shape in shapes)
+        return
+
+
+def _enlarged(value: Any, batch: int) -> Any:
+    """An example with a batch of one is captured with more: export would fix a size of one for ever."""
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == 1:
+        return torch.empty((batch, *value.shape[1:]), dtype=value.dtype, device=value.device)
+    return value
+
+
+# ------------------------------------------------------------------------------------------------- capture
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in train or eval mode; as it is where it is in that mode already (a frozen part stays frozen)."""
+    before = {module: module.training for module in model.modules()}
+    if model.training != training:
+        model.train(training)
+    try:
+        yield
+    finally:
+        for module, flag in before.items():
+            module.training = flag
+
+
+def capture(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, training: bool, batch: int = 2
+) -> Capture:
+    """Capture ``model`` in train or eval mode. The model is left as it was."""
+    examples = tuple(pytree.tree_map(lambda v: _enlarged(v, batch), tuple(args)))
+    keywords = dict(pytree.tree_map(lambda v: _enlarged(v, batch), dict(kwargs or {})))
+
+    def dims(value: Any) -> Any:
+        return (Dim.AUTO,) * value.dim() if isinstance(value, torch.Tensor) else None
+
+    dynamic = {f"arg{i}": pytree.tree_map(dims, v) for i, v in enumerate(examples)}
+    shapes: Any = tuple(dynamic.values()) if not keywords else None
+    if keywords:
+        names = list(_parameters(model))
+        shapes = {name: pytree.tree_map(dims, v) for name, v in zip(names, examples, strict=False)}
+        shapes |= {name: pytree.tree_map(dims, v) for name, v in keywords.items()}
+    with _mode(model, training), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(model, examples, keywords, dynamic_shapes=shapes, strict=False)
+        except Exception as error:
+            raise CaptureError(_explain(model, examples, error)) from error
+    module = program.module(check_guards=False)
+    result = _normalise(module, program, training)
+    result.module.graph.lint()
+    return result
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    return list(inspect.signature(model.forward).parameters)
+
+
+def _explain(model: nn.Module, examples: Sequence[Any], error: Exception) -> str:
+    shapes = ", ".join(str(tuple(e.shape)) if isinstance(e, torch.Tensor) else repr(e) for e in examples)
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (
+        f"{type(model).__name__} could not be captured with inputs {shapes}: {first}\n"
+        "If the model needs another input, give example_inputs=(x,) to parallelize; if it branches on the values of "
+        "tensors, torch.export cannot follow it (see the error above this one)."
+    )
+
+
+_NAMES = {1: "N", 2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
+
+
+def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
+    old = module.graph
+    rename = _rename_symbols(old)
+    hints, lower = _symbol_ranges(old, program, rename)
+    graph = Graph()
+    values: dict[Node, Any] = {}
+    inputs: list[InputSpec] = []
+    mutated: set[str] = set()
+
+    def sized(size: Any) -> Any:
+        size = size_of(size)
+        return size_of(size.xreplace(rename)) if isinstance(size, sympy.Expr) else size
+
+    def literal(node: Node) -> Any:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return sized(value.node.expr if not isinstance(value, torch.SymInt) else value)
+        if isinstance(value, int | float | bool) and node.op == "call_function":
+            return value
+        return values[node]
+
+    for node in old.nodes:
+        if node.op == "output":
+            outputs = pytree.tree_leaves(node.args[0])
+            graph.output(tuple(values[o] if isinstance(o, Node) else o for o in outputs))
+            break
+        if node.op == "call_module":
+            continue  # the guards: checked when a shape is bound, with better words
+        value = node.meta.get("val")
+        if node.op == "call_function" and not _has_tensor(value):
+            if isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool) or value is None:
+                continue
+        new = graph.node_copy(node, literal)
+        new.meta = _meta(node, sized)
+        values[node] = new
+        if node.op == "placeholder":
+            if not isinstance(value, torch.Tensor):
+                continue
+            inputs.append(InputSpec(new.name, new.meta["shape"], value.dtype))
+        if node.op == "call_function":
+            done = _functional(new, node)
+            if done is None:
+                buffer = new.args[0]
+                assert isinstance(buffer, Node)
+                mutated.add(str(buffer.target))
+                continue
+            values[node] = done
+            if done.target is not node.target and isinstance(node.args[0], Node):
+                values[node.args[0]] = done
+            _canonical(graph, done)
+    made = GraphModule(module, graph)
+    made.graph.eliminate_dead_code(_is_impure)
+    made.recompile()
+    spec = program.call_spec
+    return Capture(made, tuple(inputs), spec.in_spec, spec.out_spec, hints, lower, training, frozenset(mutated))
+
+
+def _is_impure(node: Node) -> bool:
+    """What dead-code elimination must leave: inputs, outputs, writes into buffers, training batch norms."""
+    if node.op in ("placeholder", "output"):
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target._schema.is_mutable or (target is aten.batch_norm.default and bool(node.args[5]))
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _rename_symbols(graph: Graph) -> dict[sympy.Symbol, sympy.Symbol]:
+    """The input's symbols by the names a reader expects: N, C, D, H, W; numbered where inputs have their own."""
+    rename: dict[sympy.Symbol, sympy.Symbol] = {}
+    taken: set[str] = set()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+            continue
+        names = _NAMES.get(value.dim(), [f"S{i}" for i in range(value.dim())])
+        for size, name in zip(value.shape, names, strict=False):
+            symbol = size_of(size)
+            if isinstance(symbol, sympy.Symbol) and symbol not in rename:
+                unique = next(n for n in (name, *(f"{name}{i}" for i in range(2, 99))) if n not in taken)
+                taken.add(unique)
+                rename[symbol] = sympy.Symbol(unique, integer=True, positive=True)
+    return rename
+
+
+def _symbol_ranges(
+    graph: Graph, program: Any, rename: Mapping[sympy.Symbol, sympy.Symbol]
+) -> tuple[dict[sympy.Symbol, int], dict[sympy.Symbol, int]]:
+    """For each symbol its value in the example, and the least value the capture holds for."""
+    hints: dict[sympy.Symbol, int] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, torch.Tensor):
+            for size in value.shape:
+                symbol = size_of(size)
+                if isinstance(symbol, sympy.Symbol):
+                    hints[rename[symbol]] = int(size.node.hint)
+    lower = {}
+    for symbol, interval in program.range_constraints.items():
+        least = int(interval.lower) if interval.lower.is_number else 1
+        if symbol in rename and least > 2:  # 2 is only export's way not to fix a size of one
+            lower[rename[symbol]] = least
+    return hints, lower
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
+
+
+def _meta(node: Node, sized: Any) -> dict[str, Any]:
+    value = node.meta.get("val")
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    path = stack[-1] if stack and not stack[-1].startswith("_empty_nn_module_stack") else ""
+    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if "/torch/" not in f[0].replace("\\", "/")]
+    meta: dict[str, Any] = {"path": path, "source": (frames[-1][0], int(frames[-1][1]), frames[-1][3]) if frames else None}
+    if isinstance(value, torch.Tensor):
+        meta |= {"shape": tuple(sized(s) for s in value.shape), "dtype": value.dtype}
+    elif _has_tensor(value):
+        leaves = list(value)
+        meta |= {"shape": tuple(tuple(sized(s) for s in v.shape) for v in leaves), "dtype": leaves[0].dtype, "many": True}
+    return meta
+
+
+# -------------------------------------------------------------------------------------- functional, canonical
+
+
+def _written_view(node: Node) -> bool:
+    """Whether ``node`` of the captured graph writes through a view of something that is read again later."""
+    later = set(itertools.takewhile(lambda n: n is not node, reversed(node.graph.nodes)))
+    base = node.args[0]
+    while isinstance(base, Node) and base.op == "call_function" and _is_view(base.target):
+        view, base = base, base.all_input_nodes[0]
+        others = {user for user in base.users if user is not view}
+        aliases = {user for user in others if user.op == "call_function" and _is_view(user.target)}
+        if others & later or any(set(alias.users) & later for alias in aliases):
+            return True
+    return False
+
+
+def _is_view(target: Any) -> bool:
+    """Whether an operator gives a view of its first argument (``split`` and ``chunk`` apart: theirs do not overlap)."""
+    if not isinstance(target, torch._ops.OpOverload) or len(target._schema.returns) != 1:
+        return False
+    alias = target._schema.returns[0].alias_info
+    is_list = "[]" in str(target._schema.returns[0].type)
+    return alias is not None and not alias.is_write and not is_list
+
+
+def _functional(node: Node, old: Node) -> Node | None:
+    """The node without side effects. ``None`` for a write into a buffer, which stays."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return node
+    if target in (aten.batch_norm.default, aten.instance_norm.default):
+        return node
+    first = node.args[0] if node.args else None
+    name = target._schema.name.split("::")[1]
+    if isinstance(first, Node) and first.op == "get_attr":
+        return None
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
+    overload = getattr(packet, target._overloadname, None) if packet is not None else None
+    if overload is None or _written_view(old):
+        raise CaptureError(
+            f"{describe(node)}: {target} writes in place into a tensor that is read elsewhere, which distfx cannot "
+            "follow. Write it out of place (y = f(x) instead of f_(x))."
+        )
+    node.target = overload
+    node._rename(name[:-1])
+    return node
+
+
+_CONVOLUTIONS = {
+    aten.conv1d.default: 1,
+    aten.conv2d.default: 2,
+    aten.conv3d.default: 3,
+    aten.conv1d.padding: 1,
+    aten.conv2d.padding: 2,
+    aten.conv3d.padding: 3,
+}
+_TRANSPOSED = {aten.conv_transpose1d.default: 1, aten.conv_transpose2d.input: 2, aten.conv_transpose3d.input: 3}
+_RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+}
+_IDENTITIES = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.default}
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an ATen call by name, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+
+def _tuple(value: Any, rank: int) -> list[int]:
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * rank if len(values) == 1 else values
+
+
+def _canonical(graph: Graph, node: Node) -> None:
+    """One operator for each idea: ``convolution`` for all convolutions, ``view`` for all reshapes."""
+    target = node.target
+    if target in _CONVOLUTIONS or target in _TRANSPOSED:
+        _canonical_convolution(graph, node)
+    elif target in _RESHAPES:
+        node.args, node.kwargs, node.target = (node.args[0], list(node.meta["shape"])), {}, aten.reshape.default
+    elif target in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default):
+        if not node.args[2] or node.args[1] == 0:
+            node.target, node.args = aten.alias.default, (node.args[0],)
+
+
+def _canonical_convolution(graph: Graph, node: Node) -> None:
+    a = _arguments(node)
+    rank = (_CONVOLUTIONS | _TRANSPOSED)[node.target]
+    stride, dilation = _tuple(a["stride"], rank), _tuple(a["dilation"], rank)
+    transposed = node.target in _TRANSPOSED
+    output_padding = _tuple(a.get("output_padding", 0), rank) if transposed else [0] * rank
+    x, weight = a["input"], a["weight"]
+    if a["padding"] == "valid":
+        a["padding"] = 0
+    if a["padding"] == "same":
+        taps = weight.meta["shape"][2:]
+        total = [d * (k - 1) for d, k in zip(dilation, taps, strict=True)]
+        padding = [t // 2 for t in total]
+        if extra := [t % 2 for t in total]:
+            if any(extra):  # an even kernel has one more tap on the right
+                x = _padded(graph, node, x, [w for e in reversed(extra) for w in (0, e)])
+    else:
+        padding = _tuple(a["padding"], rank)
+    node.args = (x, weight, a["bias"], stride, padding, dilation, transposed, output_padding, a["groups"])
+    node.kwargs, node.target = {}, aten.convolution.default
+
+
+def _padded(graph: Graph, node: Node, x: Node, widths: list[int]) -> Node:
+    with graph.inserting_before(node):
+        pad = graph.call_function(aten.pad.default, (x, widths, "constant", 0.0))
+    shape = list(x.meta["shape"])
+    for i, width in enumerate(widths):
+        shape[-1 - i // 2] = shape[-1 - i // 2] + width
+    pad.meta = dict(node.meta) | {"shape": tuple(shape)}
+    return pad
+
+
+def describe(node: Node) -> str:
+    """A node as its user knows it: operator, module path, source line."""
+    path, source = node.meta.get("path"), node.meta.get("source")
+    where = f" in {path}" if path else ""
+    line = f" ({source[0]}:{source[1]}: {source[2]})" if source else ""
+    return f"{node.name}{where}{line}"

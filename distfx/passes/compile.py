@@ -1,0 +1,106 @@
+"""The way of a model through the passes: from a capture to a symbolic, localised, verified graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule
+
+from distfx.errors import DistfxError
+from distfx.layout import Layout
+from distfx.passes.capture import Capture
+from distfx.passes.insert import insert_moves, split_bias
+from distfx.passes.localise import localise
+from distfx.passes.planner import Decisions, Pins, decide
+from distfx.passes.verify import verify
+
+__all__ = ["Compiled", "PassRecord", "compile_capture"]
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did."""
+
+    name: str
+    seconds: float
+    nodes: int
+    changed: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.nodes} nodes, {self.changed:+d}, {self.seconds * 1e3:.1f} ms"
+
+
+@dataclass
+class Compiled:
+    """A model rewritten for a grid, for every shape."""
+
+    capture: Capture
+    module: GraphModule
+    decisions: Decisions
+    passes: list[PassRecord] = field(default_factory=list)
+
+    @property
+    def stored(self) -> dict[str, Layout]:
+        """How each parameter and buffer is stored."""
+        nodes = self.module.graph.find_nodes(op="get_attr")
+        return {str(node.target): node.meta["layout"].settled() for node in nodes}
+
+
+def compile_capture(
+    capture: Capture,
+    sizes: Mapping[str, int],
+    pins: Pins,
+    outputs: str,
+    stored: Mapping[str, Layout] | None = None,
+) -> Compiled:
+    """Run all symbolic passes. ``stored``: parameters whose layout another graph has fixed."""
+    records: list[PassRecord] = []
+    known = dict(stored or {})
+
+    def run(name: str, action: Callable[[], GraphModule], checked: bool = True) -> GraphModule:
+        before = len(capture.graph.nodes) if not records else records[-1].nodes
+        clock = time.perf_counter()
+        module = action()
+        if checked:
+            verify(module, name)
+        count = len(module.graph.nodes)
+        records.append(PassRecord(name, time.perf_counter() - clock, count, count - before))
+        return module
+
+    decisions = Decisions()
+
+    def plan() -> GraphModule:
+        nonlocal decisions
+        decisions = decide(capture.graph, sizes, capture.hints, pins, known)
+        _check_axes(decisions, sizes)
+        split_bias(capture.module, decisions, dict(sizes), known)
+        return capture.module
+
+    run("plan", plan, checked=False)
+    module = run("insert", lambda: insert_moves(capture.module, decisions, outputs))
+    module = run("localise", lambda: localise(module))
+    module.graph.eliminate_dead_code(_keep)
+    module.recompile()
+    return Compiled(capture, module, decisions, records)
+
+
+def _keep(node: object) -> bool:
+    """Moves into which nothing leads are dropped; everything that writes stays."""
+    from distfx import ops
+    from distfx.passes.capture import _is_impure
+
+    return _is_impure(node) or getattr(node, "target", None) in (ops.refresh, ops.batch_norm)  # type: ignore[arg-type]
+
+
+def _check_axes(decisions: Decisions, sizes: Mapping[str, int]) -> None:
+    """Every axis of the grid must be of use to some operator."""
+    meaning = {"n": "samples", "c": "channels or filters", "d": "a depth dim", "h": "a height dim", "w": "a width dim"}
+    for axis in sizes:
+        if axis not in decisions.usable and not (axis[0] == "c" and {"c0", "c1"} & decisions.usable):
+            raise DistfxError(
+                f"nothing in this model can use the grid's axis {axis} ({meaning[axis[0]]}): no convolution or linear "
+                f"layer has it. Spatial dims are named from the last: w, before it h, before it d. Remove {axis}={sizes[axis]} "
+                "from the grid."
+            )

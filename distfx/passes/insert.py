@@ -1,0 +1,176 @@
+"""insert: wherever a producer's layout differs from what its consumer needs, the moves between them.
+
+in: a graph and its decisions.   out: a new graph in which each node's ``meta["layout"]`` is the layout its value has, and
+moves stand as operators with literal arguments. Moves are shared: a tensor gathered or halo-extended once serves every
+consumer that needs it so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Graph, GraphModule, Node
+
+from distfx import ops
+from distfx.layout import Layout
+from distfx.moves import AllGather, Move, Slice
+from distfx.passes.planner import Decision, Decisions, follow_layout, project, storage_layout
+from distfx.passes.route import Border, route
+from distfx.passes.rules import aten, spec_of
+
+__all__ = ["insert_moves", "split_bias"]
+
+
+def split_bias(module: GraphModule, plan: Decisions, sizes: dict[str, int], stored: dict[str, Layout]) -> None:
+    """Where a sum over channels is completed by a move, the bias is added after it, once, as an operator of its own."""
+    graph = module.graph
+    for node, decision in list(plan.nodes.items()):
+        spec = decision.spec
+        if not decision.raw.partial or spec is None or not spec.row.anchor or node.args[2:3] in ((), (None,)):
+            continue
+        bias = node.args[2]
+        assert isinstance(bias, Node)
+        node.args = (*node.args[:2], None, *node.args[3:])
+        with graph.inserting_after(node):
+            added = graph.call_function(ops.add_bias)
+        node.replace_all_uses_with(added)
+        added.args = (node, bias)
+        added.meta = dict(node.meta) | {"bias_dim": 1 if node.target is aten.convolution.default else -1}
+        kept = tuple((operand, need) for operand, need in decision.needs if operand is not bias)
+        plan.nodes[node] = replace(decision, needs=kept, spec=replace(spec, operands=spec.operands[: len(kept)]))
+        bias_spec = spec_of(added)
+        assert bias_spec is not None
+        axes = follow_layout(bias_spec, 0, decision.result, sizes)
+        projected = project(bias_spec, axes, sizes)
+        assert projected is not None
+        needs, result = projected
+        plan.nodes[added] = Decision("", axes, needs, result, result, bias_spec)
+        plan.layouts[added] = result
+        if str(bias.target) not in stored:
+            plan.layouts[bias] = storage_layout(needs[1][1], list(sizes))
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    plan.nodes = dict(sorted(plan.nodes.items(), key=lambda item: order[item[0]]))
+
+
+class _Inserter:
+    """Copies a graph, moving each operand to where its consumer needs it."""
+
+    def __init__(self, plan: Decisions) -> None:
+        self.plan = plan
+        self.graph = Graph()
+        self.values: dict[Node, Node] = {}
+        self.moved: dict[tuple[Node, Move], Node] = {}
+        self.unowned: list[Node] = []
+
+    def own(self, owner: Node) -> None:
+        """The moves made since the last call belong to ``owner``: the operator they serve, or whose result they move."""
+        for node in self.unowned:
+            node.meta |= {"owner": owner.name, **{key: owner.meta.get(key) for key in ("path", "source")}}
+        self.unowned.clear()
+
+    def move(self, value: Node, move: Move) -> Node:
+        """``value`` after ``move``; the same node for the same move."""
+        if (value, move) in self.moved:
+            return self.moved[value, move]
+        node = self.graph.call_function(ops.inserted(move.op), (value,), dict(move.arguments()))
+        layout = move.result(value.meta["layout"])
+        node.meta = {key: value.meta.get(key) for key in ("shape", "dtype")} | {
+            "layout": layout.with_names(value.meta["layout"].names),
+            "move": move,
+        }
+        self.moved[value, move] = node
+        self.unowned.append(node)
+        return node
+
+    def bring(self, value: Node, need: Layout, border: Border | None = None) -> Node:
+        """``value`` in the layout ``need``."""
+        for move in route(value.meta["layout"], need, value.meta["shape"], border):
+            value = self.move(value, move)
+        return value
+
+
+_NAMES = {1: "N", 2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
+_WEIGHTS = {1: "C", 2: "KC", 3: "KCR", 4: "KCRS", 5: "KCRST"}
+
+
+def _named(layout: Layout, *, weight: bool = False) -> Layout:
+    names = (_WEIGHTS if weight else _NAMES).get(len(layout.dims))
+    return layout.with_names(names or [f"d{i}" for i in range(len(layout.dims))])
+
+
+def parameter_layouts(plan: Decisions) -> dict[Node, Layout]:
+    """The layout of each parameter, varying over the axes over which its gradient must be summed."""
+    over: dict[Node, set[str]] = {}
+    for decision in plan.nodes.values():
+        for operand, need in decision.needs:
+            if operand.op == "get_attr":
+                kept = plan.layouts[operand].split_axes
+                over.setdefault(operand, set()).update((need.varying | need.split_axes) - kept)
+    return {node: replace(plan.layouts[node], varying=frozenset(axes)) for node, axes in over.items()}
+
+
+def insert_moves(module: GraphModule, plan: Decisions, outputs: str) -> GraphModule:
+    """The graph with its moves. ``outputs`` is ``"global"`` (whole on every rank) or ``"local"``."""
+    state = _Inserter(plan)
+    parameters = parameter_layouts(plan)
+    for node in module.graph.nodes:
+        if node.op == "output":
+            state.graph.output(tuple(_output(state, value, outputs) for value in node.args[0]))
+            state.graph.output_node().meta = {}
+            break
+        if node.op == "placeholder":
+            new = state.graph.node_copy(node)
+            new.meta["layout"] = _named(Layout.replicated(len(node.meta.get("shape", ()))))
+            state.values[node] = new
+            if "shape" in node.meta:
+                target = replace(plan.layouts[node], names=())
+                state.values[node] = state.bring(new, target)
+                state.own(new)
+            continue
+        if node.op == "get_attr":
+            new = state.graph.node_copy(node)
+            layout = parameters.get(node, plan.layouts[node])
+            new.meta["layout"] = _named(layout, weight=True)
+            state.values[node] = new
+            continue
+        _operator(state, node, plan.nodes[node])
+    return GraphModule(module, state.graph)
+
+
+def _operator(state: _Inserter, node: Node, decision: Decision) -> None:
+    operands: dict[Node, Node] = {}
+    for number, (operand, need) in enumerate(decision.needs):
+        border = decision.border() if number == 0 else None
+        operands[operand] = state.bring(state.values[operand], need, border)
+    new = state.graph.node_copy(node, lambda operand: operands.get(operand, state.values[operand]))
+    new.meta |= {"layout": _named(decision.raw), "decision": decision, "algorithm": decision.algorithm}
+    if decision.spec is not None and decision.spec.row.anchor and decision.algorithm.startswith("stationary"):
+        new._rename(f"{node.name}_{decision.algorithm.replace('-', '_')}")
+    state.values[node] = state.bring(new, decision.result) if decision.raw.partial else new
+    state.own(new)
+    if node.target is aten.batch_norm.default and node.args[5]:
+        for buffer in node.args[3:5]:
+            if isinstance(buffer, Node):
+                _refresh(state, state.values[buffer], operands[buffer], new)
+
+
+def _refresh(state: _Inserter, buffer: Node, part: Node, owner: Node) -> None:
+    """After a buffer was written through a slice of it, its replicas need the other slices."""
+    if part is buffer:
+        return
+    move = part.meta["move"]
+    assert isinstance(move, Slice), "a buffer that is written is at most sliced"
+    gather = AllGather(move.axes, move.dim, "replicated")
+    node = state.graph.call_function(ops.refresh, (buffer,), gather.arguments())
+    node.meta = dict(buffer.meta) | {"move": gather, "owner": owner.name, "part": part.meta["layout"]}
+
+
+def _output(state: _Inserter, value: object, outputs: str) -> object:
+    if not isinstance(value, Node):
+        return value
+    new = state.values[value]
+    layout = new.meta["layout"]
+    target = Layout.replicated(len(layout.dims)) if outputs == "global" else layout.settled()
+    moved = state.bring(new, target)
+    state.own(new)
+    return moved
