@@ -1,0 +1,33 @@
+"""distfx: train an unmodified PyTorch CNN over samples, channels, filters and space at once.
+
+>>> import distfx                                                                       # doctest: +SKIP
+>>> net = distfx.parallelize(model, distfx.Grid(n=2, c=2, h=2))                         # doctest: +SKIP
+"""
+
+from distfx.api import explain, parallelize, plan
+from distfx.errors import CaptureError, DistfxError, FallbackWarning, RankMismatchError
+from distfx.grid import Grid
+from distfx.layout import Layout
+from distfx.ledger import Ledger, record_comm
+from distfx.module import ParallelModule
+from distfx.plan import Plan, PlanRow
+from distfx.runtime.launch import init
+
+__version__ = "0.1.0"
+__all__ = [
+    "CaptureError",
+    "DistfxError",
+    "FallbackWarning",
+    "Grid",
+    "Layout",
+    "Ledger",
+    "ParallelModule",
+    "Plan",
+    "PlanRow",
+    "RankMismatchError",
+    "explain",
+    "init",
+    "parallelize",
+    "plan",
+    "record_comm",
+]

@@ -1,0 +1,108 @@
+"""The calls a user makes first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from distfx.errors import DistfxError
+from distfx.grid import Grid, GridLike
+from distfx.module import ParallelModule, plan_of
+from distfx.passes.bind import bind, match_inputs
+from distfx.passes.capture import capture
+from distfx.passes.compile import compile_capture
+from distfx.passes.planner import ALGORITHMS, Pins
+from distfx.plan import Plan
+
+__all__ = ["explain", "parallelize", "plan"]
+
+Strategy = str | Mapping[str, str]
+
+
+def parallelize(
+    model: nn.Module,
+    grid: GridLike,
+    example_inputs: Sequence[Any] | torch.Tensor | None = None,
+    strategy: Strategy = "auto",
+    outputs: str = "global",
+    strict: bool = False,
+) -> ParallelModule:
+    """Distribute an unmodified model over a grid. The result is called like the model and gives the same numbers.
+
+    Args:
+        model: the model; it is left as it was. Rank 0's parameters are taken.
+        grid: a :class:`Grid`, a text like ``"n2c2h2"``, a dict or a ``DeviceMesh``.
+        example_inputs: the arguments of a call; needed only where the input cannot be told from the first layer. Only
+            ranks and fixed sizes (channels) matter: batch and space stay symbolic.
+        strategy: ``"auto"``; ``"stationary-x"``, ``"-y"``, ``"-w"`` for every convolution and linear layer; or a dict
+            from module paths (globs) to these.
+        outputs: ``"global"``: whole, the same on all ranks; ``"local"``: this rank's part (``net.output_slices``).
+        strict: raise instead of warn where an operator has no rule and would run whole on every rank.
+    """
+    if not isinstance(model, nn.Module):
+        raise DistfxError(f"parallelize takes a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, ParallelModule):
+        raise DistfxError("the model is parallel already: give parallelize the original one")
+    if outputs not in ("global", "local"):
+        raise DistfxError(f"outputs={outputs!r}: it is 'global' (whole on every rank) or 'local' (this rank's part)")
+    pins = _pins(strategy)
+    example = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
+    return ParallelModule(model, _factored(Grid.of(grid), pins), example, pins, outputs, strict)
+
+
+def plan(
+    model: nn.Module,
+    grid: Grid | str,
+    shape: Sequence[int],
+    strategy: Strategy = "auto",
+    outputs: str = "global",
+    rank: int = 0,
+) -> Plan:
+    """The plan of ``model`` for an input of global ``shape``, as ``rank`` sees it. Needs no processes and no memory.
+
+    ``model`` may lie on the ``meta`` device; ``grid`` may be abstract, or a text such as ``"n2c2h2"``.
+    """
+    place = (Grid.parse_abstract(grid) if isinstance(grid, str) else grid).at(rank)
+    pins = _pins(strategy)
+    place = _factored(place, pins).at(rank)
+    first = next(model.parameters(), None)
+    example = torch.empty(tuple(shape), dtype=getattr(first, "dtype", None), device="meta" if first is None else first.device)
+    captured = capture(model, (example,), training=model.training, batch=max(2, 2 * place.axes.get("n", 1)))
+    compiled = compile_capture(captured, place.axes, pins, outputs)
+    values = match_inputs(captured.inputs, [tuple(shape)], [example.dtype], captured.lower)
+    bound = bind(compiled.module, values, place)
+    return plan_of(compiled, bound, place, {name: p.requires_grad for name, p in model.named_parameters()})
+
+
+def explain(net: ParallelModule) -> str:
+    """What was done and what it costs: the plan as a table, the passes, and what runs whole for want of a rule."""
+    plan_now = net.plan
+    lines = [str(plan_now)]
+    if whole := [row for row in plan_now.rows if row.whole]:
+        lines.append(f"{len(whole)} operators run whole on every rank, for want of a rule that applies:")
+        lines += [f"  {row.node} {f'[{row.path}]' if row.path else ''} {row.source}" for row in whole]
+    lines.append("passes: " + "; ".join(str(record) for record in net.passes))
+    return "\n".join(lines)
+
+
+def _pins(strategy: Strategy) -> Pins:
+    pins = {"*": strategy} if isinstance(strategy, str) else dict(strategy)
+    for pattern, algorithm in pins.items():
+        if algorithm not in ALGORITHMS:
+            raise DistfxError(
+                f"unknown strategy {algorithm!r}{f' for {pattern!r}' if pattern != '*' else ''}: "
+                f"it is one of {', '.join(ALGORITHMS)}"
+            )
+    return {pattern: algorithm for pattern, algorithm in pins.items() if (pattern, algorithm) != ("*", "auto")}
+
+
+def _factored(grid: Grid, pins: Pins) -> Grid:
+    """The grid with its channel axis in two factors, near each other, where stationary-w can use them."""
+    size = grid.axes.get("c", 1)
+    wanted = not pins or any(algorithm in ("stationary-w", "auto") for algorithm in pins.values())
+    first = max((f for f in range(1, math.isqrt(size) + 1) if size % f == 0), default=1)
+    return grid.factor(first) if wanted and first > 1 else grid
