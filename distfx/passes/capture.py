@@ -197,6 +197,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
             if done.target is not node.target and isinstance(node.args[0], Node):
                 values[node.args[0]] = done
             _canonical(graph, done)
+            _name_after_module(done, node)
     made = GraphModule(module, graph)
     made.graph.eliminate_dead_code(_is_impure)
     made.recompile()
@@ -350,6 +351,14 @@ def _arguments(node: Node) -> dict[str, Any]:
     schema = node.target._schema.arguments
     given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
     return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+
+def _name_after_module(node: Node, old: Node) -> None:
+    """The main call of a torch.nn module is called as the module is: ``layer1_0_conv1``."""
+    stack = list((old.meta.get("nn_module_stack") or {}).values())
+    if stack and str(stack[-1][1]).startswith("torch.nn.modules") and node.meta["path"]:
+        name = re.sub(r"\W", "_", node.meta["path"])
+        node._rename(f"{name}_pad" if node.target is aten.pad.default else name)
 
 
 def _tuple(value: Any, rank: int) -> list[int]:

@@ -24,7 +24,9 @@ __all__ = ["insert_moves", "split_bias"]
 def split_bias(module: GraphModule, plan: Decisions, sizes: dict[str, int], stored: dict[str, Layout]) -> None:
     """Where a sum over channels is completed by a move, the bias is added after it, once, as an operator of its own."""
     graph = module.graph
+    replaced: dict[Node, Node] = {}
     for node, decision in list(plan.nodes.items()):
+        decision = plan.nodes[node] = _with_operands(decision, replaced)
         spec = decision.spec
         if not decision.raw.partial or spec is None or not spec.row.anchor or node.args[2:3] in ((), (None,)):
             continue
@@ -46,10 +48,22 @@ def split_bias(module: GraphModule, plan: Decisions, sizes: dict[str, int], stor
         needs, result = projected
         plan.nodes[added] = Decision("", axes, needs, result, result, bias_spec)
         plan.layouts[added] = result
+        replaced[node] = added
         if str(bias.target) not in stored:
             plan.layouts[bias] = storage_layout(needs[1][1], list(sizes))
     order = {node: i for i, node in enumerate(graph.nodes)}
     plan.nodes = dict(sorted(plan.nodes.items(), key=lambda item: order[item[0]]))
+
+
+def _with_operands(decision: Decision, replaced: dict[Node, Node]) -> Decision:
+    """The decision with other nodes in the place of some operands."""
+    if not replaced.keys() & {operand for operand, _ in decision.needs}:
+        return decision
+    needs = tuple((replaced.get(operand, operand), need) for operand, need in decision.needs)
+    spec = decision.spec
+    if spec is not None:
+        spec = replace(spec, operands=tuple((replaced.get(operand, operand), words) for operand, words in spec.operands))
+    return replace(decision, needs=needs, spec=spec)
 
 
 class _Inserter:
@@ -144,6 +158,7 @@ def _operator(state: _Inserter, node: Node, decision: Decision) -> None:
         operands[operand] = state.bring(state.values[operand], need, border)
     new = state.graph.node_copy(node, lambda operand: operands.get(operand, state.values[operand]))
     new.meta |= {"layout": _named(decision.raw), "decision": decision, "algorithm": decision.algorithm}
+    new.meta["needs"] = tuple((operands[operand].name, need) for operand, need in decision.needs)
     if decision.spec is not None and decision.spec.row.anchor and decision.algorithm.startswith("stationary"):
         new._rename(f"{node.name}_{decision.algorithm.replace('-', '_')}")
     state.values[node] = state.bring(new, decision.result) if decision.raw.partial else new

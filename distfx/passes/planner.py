@@ -305,7 +305,7 @@ def _decide_node(
             continue
         plan.usable |= {axis for group in axes.values() for axis in group}
         needs, raw = projected
-        decision = Decision(_named(name, axes), axes, needs, raw, _settle(spec, raw), spec)
+        decision = Decision(_named(name, axes) if spec.row.anchor else "", axes, needs, raw, _settle(spec, raw), spec)
         cost = _cost(decision, layouts, sizes, hints, stored)
         if best is None or cost < best[0]:
             best = (cost, decision)
@@ -317,7 +317,7 @@ def _named(name: str, axes: Assignment) -> str:
     if name:
         return name
     used = {axis for group in axes.values() for axis in group}
-    return "spatial" if used & {"d", "h", "w"} else "samples" if used else "local"
+    return "spatial" if used & {"d", "h", "w"} else "samples" if used else "replicated"
 
 
 def _settle(spec: Spec, raw: Layout) -> Layout:
@@ -342,7 +342,7 @@ def _whole(node: Node, layouts: Mapping[Node, Layout]) -> Decision:
     rank = 0 if node.meta.get("many") else len(shape)
     result = Layout.replicated(rank)
     splits = any(layouts[operand].split_axes for operand, _ in needs)
-    return Decision("whole", {}, needs, result, result, None, whole=bool(needs) and splits)
+    return Decision("whole" if splits else "", {}, needs, result, result, None, whole=splits)
 
 
 def _cost(

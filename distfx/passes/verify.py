@@ -39,13 +39,13 @@ def _move_is_typed(node: Node) -> str | None:
 
 
 def _operands_are_as_needed(node: Node) -> str | None:
-    decision = node.meta.get("decision")
-    if decision is None:
-        return None
-    have = [operand.meta["layout"] for operand in node.all_input_nodes]
-    for operand, need in decision.needs:
-        if need not in have:
-            return f"needs {operand.name} in {need}, but its operands are {have}"
+    have = {operand.name: operand.meta["layout"] for operand in node.all_input_nodes}
+    needs = node.meta.get("needs", ())
+    for name, need in needs:
+        if have.get(name) != need:
+            return f"needs {name} in {need}, but has it in {have.get(name)}"
+    if "needs" in node.meta and set(have) != {name for name, _ in needs}:
+        return f"has operands {sorted(have)}, but was planned for {sorted(name for name, _ in needs)}"
     return None
 
 
