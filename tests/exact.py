@@ -1,0 +1,126 @@
+"""The exactness test: a parallel model against the single-process one, everything compared.
+
+``exact`` runs on a rank (see :mod:`tests.ranks`); it builds the model from its seed, runs it parallel and plain, and
+returns the relative error of every output, input gradient, parameter gradient and state entry, and the plan's and the
+ledger's bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import distfx
+from tests.ranks import run
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def relative(have: Tensor, want: Tensor) -> float:
+    """The norm of the difference relative to that of ``want``; the shapes must be the same."""
+    assert have.shape == want.shape, f"shape {tuple(have.shape)} instead of {tuple(want.shape)}"
+    have, want = have.detach(), want.detach()
+    scale = max(float(want.double().norm()), 1e-30 * math.sqrt(max(1, want.numel())))
+    difference = float((have.double() - want.double()).norm())
+    return difference / scale if difference else 0.0
+
+
+def exact(
+    build: Callable[..., nn.Module],
+    grid: str,
+    shapes: Sequence[Sequence[int]],
+    *,
+    strategy: Any = "auto",
+    dtype: torch.dtype = torch.float64,
+    train: bool = True,
+    input_grad: bool = True,
+    steps: int = 1,
+    kwargs: dict[str, Any] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> dict[str, Any]:
+    """Compare for each of ``shapes`` in turn (one parallel module serves them all). See the module's docstring."""
+    torch.manual_seed(7)
+    model = build(**(kwargs or {})).to(dtype)
+    for buffer in model.buffers():
+        if buffer.dtype.is_floating_point:
+            buffer.add_(torch.rand_like(buffer))  # running statistics that are not 0 and 1
+    model.train(train)
+    plain = copy.deepcopy(model)
+    net = distfx.parallelize(model, distfx.Grid.parse(grid) if grid else distfx.Grid(), strategy=strategy)
+    errors: dict[str, float] = {}
+    bytes_: list[tuple[int, int]] = []
+    messages: list[tuple[int, int]] = []
+    loss = loss or (lambda y: sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in _tensors(y)))
+    for number, shape in enumerate(itertools.chain.from_iterable([shapes] * steps)):
+        x = torch.randn(*shape, dtype=dtype)
+        mine, theirs = x.clone().requires_grad_(input_grad), x.clone().requires_grad_(input_grad)
+        for module in (net, plain):
+            module.zero_grad()
+        with distfx.record_comm() as ledger:
+            have = net(mine)
+            loss(have).backward()
+        want = plain(theirs)
+        loss(want).backward()
+        bytes_.append((net.plan.bytes(), ledger.bytes()))
+        messages.append((net.plan.messages(), ledger.messages()))
+        for i, (a, b) in enumerate(zip(_tensors(have), _tensors(want), strict=True)):
+            errors[f"{number} output {i}"] = relative(a, b)
+        if input_grad:
+            errors[f"{number} input gradient"] = relative(mine.grad, theirs.grad)
+        expected = dict(plain.named_parameters())
+        assert list(expected) == [name for name, _ in net.named_parameters()]
+        for name, parameter in net.named_parameters():
+            errors[f"{number} gradient {name}"] = relative(parameter.grad.full_tensor(), expected[name].grad)
+        state = plain.state_dict()
+        full = net.full_state_dict()
+        assert list(full) == list(state)
+        for name, value in full.items():
+            errors[f"{number} state {name}"] = relative(value, state[name])
+    return {"errors": errors, "bytes": bytes_, "messages": messages, "rows": net.plan.rows, "sum": math.fsum(errors.values())}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value.values() if isinstance(value, dict) else value)
+
+
+def check(build: Callable[..., nn.Module], grid: str, shapes: Sequence[Sequence[int]], **options: Any) -> list[dict[str, Any]]:
+    """Run :func:`exact` on as many ranks as ``grid`` has, and assert that everything is equal on every rank."""
+    results = run(ranks_of(grid), exact, build, grid, shapes, timeout=120, **options)
+    limit = TOLERANCE[options.get("dtype", torch.float64)]
+    for rank, result in enumerate(results):
+        wrong = {name: error for name, error in result["errors"].items() if not error <= limit}
+        assert not wrong, f"rank {rank} on grid {grid or '1'}: {wrong}"
+        for predicted, counted in (*result["bytes"], *result["messages"]):
+            assert predicted == counted, f"rank {rank}: the plan says {predicted}, the ledger {counted}"
+    return results
+
+
+def ranks_of(grid: str) -> int:
+    """How many ranks a grid's text means."""
+    digits = "".join(ch if ch.isdigit() else " " for ch in grid).split()
+    return math.prod(int(d) for d in digits)
+
+
+def grids(ranks: int, axes: str = "nchw") -> Iterator[str]:
+    """Every factorisation of ``ranks`` over ``axes``, as texts.
+
+    >>> list(grids(4, "nh"))
+    ['h4', 'n2h2', 'n4']
+    """
+
+    def split(rest: int, names: str) -> Iterator[tuple[int, ...]]:
+        if len(names) == 1:
+            yield (rest,)
+            return
+        for size in (d for d in range(1, rest + 1) if rest % d == 0):
+            for others in split(rest // size, names[1:]):
+                yield (size, *others)
+
+    for sizes in split(ranks, axes):
+        yield "".join(f"{axis}{size}" for axis, size in zip(axes, sizes, strict=True) if size > 1)
