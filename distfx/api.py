@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from distfx.engine import Engine
 from distfx.errors import DistfxError
 from distfx.grid import Grid, GridLike
-from distfx.module import ParallelModule, plan_of
+from distfx.module import ParallelModule
 from distfx.passes.bind import bind, match_inputs
 from distfx.passes.capture import capture
 from distfx.passes.compile import compile_capture
 from distfx.passes.planner import ALGORITHMS, Pins
 from distfx.plan import Plan
+from distfx.predict import gradient_buckets, plan_of
 
 __all__ = ["explain", "parallelize", "plan"]
 
@@ -51,7 +53,8 @@ def parallelize(
         raise DistfxError(f"outputs={outputs!r}: it is 'global' (whole on every rank) or 'local' (this rank's part)")
     pins = _pins(strategy)
     example = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
-    return ParallelModule(model, _factored(Grid.of(grid), pins), example, pins, outputs, strict)
+    whole = tuple(example) if example is not None else None
+    return ParallelModule(Engine(model, _factored(Grid.of(grid), pins), whole, pins, outputs, strict))
 
 
 def plan(
@@ -70,12 +73,15 @@ def plan(
     pins = _pins(strategy)
     place = _factored(place, pins).at(rank)
     first = next(model.parameters(), None)
-    example = torch.empty(tuple(shape), dtype=getattr(first, "dtype", None), device="meta" if first is None else first.device)
+    example = torch.empty(
+        tuple(shape), dtype=getattr(first, "dtype", None), device="meta" if first is None else first.device
+    )
     captured = capture(model, (example,), training=model.training, batch=max(2, 2 * place.axes.get("n", 1)))
     compiled = compile_capture(captured, place.axes, pins, outputs)
     values = match_inputs(captured.inputs, [tuple(shape)], [example.dtype], captured.lower)
     bound = bind(compiled.module, values, place)
-    return plan_of(compiled, bound, place, {name: p.requires_grad for name, p in model.named_parameters()})
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    return plan_of(compiled, bound, place, {}, trained, gradient_buckets(bound, trained, place))
 
 
 def explain(net: ParallelModule) -> str:

@@ -147,7 +147,9 @@ class Grid:
             )
         order = [axis for axis in ("n", "c", "c0", "c1", "d", "h", "w") if axis in names]
         if list(names) != order or mesh.mesh.flatten().tolist() != list(range(mesh.size())):
-            raise DistfxError(f"the DeviceMesh must have its dims in the order {order} and its ranks in row-major order")
+            raise DistfxError(
+                f"the DeviceMesh must have its dims in the order {order} and its ranks in row-major order"
+            )
         launch = init()
         grid = cls._make(dict(zip(names, mesh.mesh.shape, strict=True)), launch.rank, mesh.device_type)
         grid._check_world(launch.world)
@@ -309,7 +311,9 @@ def _infer(sizes: dict[str, int], world: int) -> dict[str, int]:
     rest = math.prod(size for size in sizes.values() if size != -1)
     if world % rest:
         given = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (1, -1))
-        raise DistfxError(f"{given or 'the grid'} takes {rest} ranks, which do not divide the {world} started: -1 cannot be inferred")
+        raise DistfxError(
+            f"{given or 'the grid'} takes {rest} ranks, which do not divide the {world} started: -1 cannot be inferred"
+        )
     return {axis: world // rest if size == -1 else size for axis, size in sizes.items()}
 
 

@@ -179,7 +179,9 @@ class Layout:
                 names.append(match[1])
                 dims.append(Split(axes, int(match[3] or 1), window))
             elif token != "()":
-                raise ValueError(f"cannot read {token!r} in layout {text!r}; write it like 'N/n C/(c0,c1) H/h W sum(w)'")
+                raise ValueError(
+                    f"cannot read {token!r} in layout {text!r}; write it like 'N/n C/(c0,c1) H/h W sum(w)'"
+                )
         return cls(tuple(dims), states.get("sum", frozenset()), states.get("each", frozenset()), tuple(names))
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from distfx import ledger
 from distfx.layout import Layout, Split, Window
@@ -164,7 +164,8 @@ class Transpose(Half):
 
     @property
     def messages(self) -> int:
-        return sum(1 for peer in range(len(self.split_cuts)) if peer != self.me and math.prod(self.block_to(peer)))
+        others = [peer for peer in range(len(self.split_cuts)) if peer != self.me]
+        return len([peer for peer in others if math.prod(self.block_to(peer)) > 0])
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class Move:
         raise NotImplementedError
 
     def bind(self, layout: Layout, shape: Shape, local: Shape, grid: Grid) -> BoundMove:
-        """The two halves, for a tensor of global ``shape`` in ``layout`` whose part on this rank has shape ``local``."""
+        """The two halves, for a tensor of global ``shape`` in ``layout`` whose part here has shape ``local``."""
         raise NotImplementedError
 
     @property
@@ -207,7 +208,7 @@ class Move:
         """The name of the operator it is in a graph."""
         return self.name
 
-    def arguments(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, Any]:
         """The literal arguments with which it stands in a printed graph."""
         return {"axis": self.axes[0] if len(self.axes) == 1 else self.axes}
 
@@ -219,7 +220,7 @@ class Move:
 class _Along(Move):
     dim: int
 
-    def arguments(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, Any]:
         return {"dim": self.dim, **super().arguments()}
 
     def _bounds(self, split: Split, extent: int, grid: Grid) -> list[tuple[int, int]]:
@@ -287,7 +288,7 @@ class AllGather(_Along):
         start, _ = self._minor(split).bounds(extent, grid.placement())
         return BoundMove(self.name, gather, Take(self.axes, gather.after, gather.before, self.dim, int(lo - start)))
 
-    def arguments(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, Any]:
         return super().arguments() | ({"to": self.to} if self.to != "varying" else {})
 
 
@@ -324,7 +325,7 @@ class AllReduce(Move):
         half = Reduce(self.axes, local, local, len(grid.members(self.axes)))
         return BoundMove(self.name, half, half if self.to == "varying" else Nothing(self.axes, local, local))
 
-    def arguments(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, Any]:
         return super().arguments() | ({"to": self.to} if self.to != "replicated" else {})
 
 
@@ -355,7 +356,7 @@ class Slice(_Along):
         gather, _ = self._halves(split, extent, whole, extent, part, grid)
         return BoundMove(self.name, take, gather)
 
-    def arguments(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, Any]:
         return super().arguments() | ({"of": self.of} if self.of != "replicated" else {})
 
 
@@ -384,9 +385,9 @@ class Exchange(_Along):
         )
         return BoundMove(self.name, *halves)
 
-    def arguments(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, Any]:
         window = self.target.window
-        words: dict[str, object] = super().arguments()
+        words: dict[str, Any] = super().arguments()
         if window:
             words |= {"lo": window.lo, "hi": window.hi}
             words |= {"stride": window.mul} if window.mul != 1 else {}
@@ -437,7 +438,7 @@ class AllToAll(Move):
             Transpose(self.axes, result, local, s, g, split_cuts, gather_cuts, me),
         )
 
-    def arguments(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, Any]:
         return {"gather_dim": self.gather_dim, "split_dim": self.split_dim, **super().arguments()}
 
 

@@ -81,8 +81,8 @@ def schedule(owned: Sequence[Interval], needed: Sequence[Positions], me: int) ->
     """This member's schedule, where member ``r`` owns ``owned[r]`` and needs ``needed[r]`` (``FILL``: padding).
 
     >>> plan = schedule([(0, 4), (4, 8)], [np.arange(0, 5), np.arange(3, 8)], me=0)
-    >>> plan.send, plan.receive
-    (((1, Message(positions=None, runs=((3, 1),), length=1)),), ((1, Message(positions=None, runs=((4, 1),), length=1)),))
+    >>> [(peer, message.runs) for peer, message in plan.send], [(peer, m.runs) for peer, m in plan.receive]
+    ([(1, ((3, 1),))], [(1, ((4, 1),))])
     """
     lo, hi = owned[me]
     mine = needed[me]

@@ -8,13 +8,13 @@ that touches torch's private sympy helpers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 from torch.utils._sympy.functions import FloorDiv
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 __all__ = ["Size", "ceildiv", "evaluate", "evaluate_shape", "floordiv", "maximum", "minimum", "product", "size_of"]
 
@@ -57,7 +57,7 @@ def size_of(value: Any) -> Size:
         value = value.node.expr
     if isinstance(value, sympy.Integer):
         return int(value)
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:

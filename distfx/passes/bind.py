@@ -8,7 +8,7 @@ bytes that this rank will send.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from distfx import ledger, ops
 from distfx.errors import DistfxError
 from distfx.layout import Layout
 from distfx.moves import Exchange, Move
 from distfx.ops import LocalSize
 from distfx.passes.capture import InputSpec, describe
-from distfx.passes.rules import aten
 from distfx.symbolic import evaluate, evaluate_shape
 
 if TYPE_CHECKING:
@@ -68,7 +66,9 @@ def match_inputs(
             if isinstance(size, sympy.Symbol):
                 known = values.setdefault(size, have)
                 if known != have:
-                    raise DistfxError(f"input {spec.name} has {size} = {have} in dim {dim}, but another input has {known}")
+                    raise DistfxError(
+                        f"input {spec.name} has {size} = {have} in dim {dim}, but another input has {known}"
+                    )
                 if have < lower.get(size, 0):
                     raise DistfxError(
                         f"input {spec.name} has {size} = {have} in dim {dim}; the model works from {lower[size]} on"
@@ -82,12 +82,11 @@ def match_inputs(
     return values
 
 
-def bind(module: GraphModule, values: Values, grid: Grid, given: Mapping[str, str] | None = None) -> Bound:
-    """Bind ``module`` at the grid's rank. ``given[name] == "local"``: that input comes as this rank's part already."""
+def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str] = ()) -> Bound:
+    """Bind ``module`` at the grid's rank. The inputs named in ``local`` come as this rank's part already."""
     coords = grid.placement()
     graph = Graph()
     copies: dict[Node, Node] = {}
-    given = given or {}
     parts: set[Node] = set()
 
     def number(value: Any) -> Any:
@@ -97,11 +96,11 @@ def bind(module: GraphModule, values: Values, grid: Grid, given: Mapping[str, st
 
     for node in module.graph.nodes:
         new = graph.node_copy(node, lambda operand: copies[operand])
-        new.args, new.kwargs = map_aggregate(new.args, number), map_aggregate(new.kwargs, number)  # type: ignore[assignment]
+        new.args, new.kwargs = map_aggregate(new.args, number), map_aggregate(new.kwargs, number)
         copies[node] = new
         if node.op == "output" or "layout" not in node.meta:
             continue
-        if node.op == "placeholder" and given.get(node.name) == "local":
+        if node.op == "placeholder" and node.name in local:
             parts.add(new)
         if node.meta.get("many"):
             continue
@@ -121,8 +120,8 @@ def bind(module: GraphModule, values: Values, grid: Grid, given: Mapping[str, st
             if isinstance(move, Exchange):
                 move = replace(move, extent=evaluate(move.extent, values), target=_numbered(move.target, values))
             layout = node.meta.get("part", source.meta["layout"])
-            local = _local(layout, shape, grid) if "part" in node.meta else source.meta["local"]
-            bound = move.bind(_numbered_layout(layout, values), shape, local, grid)
+            part = _local(layout, shape, grid) if "part" in node.meta else source.meta["local"]
+            bound = move.bind(_numbered_layout(layout, values), shape, part, grid)
             new.meta |= {"bound": bound, "local": bound.forward.after, "move": move}
         else:
             new.meta["local"] = _local(node.meta["layout"], shape, grid, values)
@@ -166,7 +165,9 @@ def _check(node: Node, new: Node, values: Values) -> None:
     elif spec.row.name == "reshape":
         before = math.prod(evaluate_shape(spec.operands[0][0].meta["shape"], values))
         if before != math.prod(new.meta["shape"]):
-            raise DistfxError(f"{_sizes(values)}: {describe(node)} cannot turn {before} elements into {new.meta['shape']}")
+            raise DistfxError(
+                f"{_sizes(values)}: {describe(node)} cannot turn {before} elements into {new.meta['shape']}"
+            )
     elif spec.row.name == "pointwise":
         shapes = [evaluate_shape(operand.meta["shape"], values) for operand, _ in spec.operands]
         try:
@@ -187,50 +188,3 @@ def _check(node: Node, new: Node, values: Values) -> None:
 
 def _sizes(values: Values) -> str:
     return "with " + ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) if values else "here"
-
-
-# ------------------------------------------------------------------------------------------- predicted bytes
-
-
-def predict(bound: Bound, needs_grad: Callable[[Node], bool], itemsize: Callable[[Node], int], grid: Grid) -> dict[str, tuple[int, int, int, int]]:
-    """For each owner of a move: bytes forward, bytes backward, messages forward, messages backward, on this rank."""
-    result: dict[str, list[int]] = {}
-    for node in bound.module.graph.nodes:
-        move = node.meta.get("bound")
-        counts = None
-        if move is not None:
-            size = itemsize(node)
-            back = node.target is not ops.refresh and needs_grad(node.args[0])
-            counts = [move.forward.sent_bytes(size), move.backward.sent_bytes(size) if back else 0]
-            counts += [move.forward.messages, move.backward.messages if back else 0]
-        elif node.target is ops.batch_norm:
-            x = node.args[0]
-            assert isinstance(x, Node)
-            ranks = len(grid.members(tuple(node.kwargs["axis"])))  # type: ignore[arg-type]
-            one = x.meta["local"][1] * max(4, itemsize(node))
-            back = needs_grad(x)
-            sent, messages = ledger.allreduce_bytes(one, ranks), ledger.allreduce_messages(ranks)
-            counts = [2 * sent, ledger.allreduce_bytes(2 * one, ranks) * back, 2 * messages, messages * back]
-        if counts is not None:
-            owner = str(node.meta.get("owner", node.name))
-            total = result.setdefault(owner, [0, 0, 0, 0])
-            for i, count in enumerate(counts):
-                total[i] += count
-    return {owner: (t[0], t[1], t[2], t[3]) for owner, t in result.items()}
-
-
-def grads(bound: Bound, inputs: Mapping[str, bool], parameters: Mapping[str, bool]) -> dict[Node, bool]:
-    """Which nodes of a bound graph have a gradient."""
-    result: dict[Node, bool] = {}
-    for node in bound.module.graph.nodes:
-        if node.op == "placeholder":
-            result[node] = inputs.get(node.name, False)
-        elif node.op == "get_attr":
-            result[node] = parameters.get(str(node.target), False)
-        elif node.target in (aten.detach.default, ops.refresh):
-            result[node] = False
-        else:
-            dtype = node.meta.get("dtype")
-            differentiable = dtype is None or dtype.is_floating_point or dtype.is_complex
-            result[node] = differentiable and any(result[operand] for operand in node.all_input_nodes)
-    return result

@@ -144,6 +144,7 @@ def _explain(model: nn.Module, examples: Sequence[Any], error: Exception) -> str
     )
 
 
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _NAMES = {1: "N", 2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
 
@@ -176,9 +177,8 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
         if node.op == "call_module":
             continue  # the guards: checked when a shape is bound, with better words
         value = node.meta.get("val")
-        if node.op == "call_function" and not _has_tensor(value):
-            if isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool) or value is None:
-                continue
+        if node.op == "call_function" and (value is None or isinstance(value, _NUMBERS)):
+            continue
         new = graph.node_copy(node, literal)
         new.meta = _meta(node, sized)
         values[node] = new
@@ -248,7 +248,7 @@ def _symbol_ranges(
             for size in value.shape:
                 symbol = size_of(size)
                 if isinstance(symbol, sympy.Symbol):
-                    hints[rename[symbol]] = int(size.node.hint)
+                    hints[rename[symbol]] = int(size.node.hint)  # type: ignore[attr-defined]
     lower = {}
     for symbol, interval in program.range_constraints.items():
         least = int(interval.lower) if interval.lower.is_number else 1
@@ -265,12 +265,19 @@ def _meta(node: Node, sized: Any) -> dict[str, Any]:
     stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     path = stack[-1] if stack and not stack[-1].startswith("_empty_nn_module_stack") else ""
     frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if "/torch/" not in f[0].replace("\\", "/")]
-    meta: dict[str, Any] = {"path": path, "source": (frames[-1][0], int(frames[-1][1]), frames[-1][3]) if frames else None}
+    meta: dict[str, Any] = {
+        "path": path,
+        "source": (frames[-1][0], int(frames[-1][1]), frames[-1][3]) if frames else None,
+    }
     if isinstance(value, torch.Tensor):
         meta |= {"shape": tuple(sized(s) for s in value.shape), "dtype": value.dtype}
     elif _has_tensor(value):
-        leaves = list(value)
-        meta |= {"shape": tuple(tuple(sized(s) for s in v.shape) for v in leaves), "dtype": leaves[0].dtype, "many": True}
+        leaves = pytree.tree_leaves(value)
+        meta |= {
+            "shape": tuple(tuple(sized(s) for s in v.shape) for v in leaves),
+            "dtype": leaves[0].dtype,
+            "many": True,
+        }
     return meta
 
 
@@ -342,10 +349,10 @@ _RESHAPES = {
     aten.squeeze.dims,
     aten.unsqueeze.default,
 }
-_IDENTITIES = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach_.default}
+_DROPOUTS = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
 
 
-def _arguments(node: Node) -> dict[str, Any]:
+def arguments(node: Node) -> dict[str, Any]:
     """The arguments of an ATen call by name, defaults filled in."""
     assert isinstance(node.target, torch._ops.OpOverload)
     schema = node.target._schema.arguments
@@ -373,14 +380,13 @@ def _canonical(graph: Graph, node: Node) -> None:
         _canonical_convolution(graph, node)
     elif target in _RESHAPES:
         node.args, node.kwargs, node.target = (node.args[0], list(node.meta["shape"])), {}, aten.reshape.default
-    elif target in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default):
-        if not node.args[2] or node.args[1] == 0:
-            node.target, node.args = aten.alias.default, (node.args[0],)
+    elif target in _DROPOUTS and (not node.args[2] or node.args[1] == 0):
+        node.target, node.args = aten.alias.default, (node.args[0],)
 
 
 def _canonical_convolution(graph: Graph, node: Node) -> None:
-    a = _arguments(node)
-    rank = (_CONVOLUTIONS | _TRANSPOSED)[node.target]
+    a = arguments(node)
+    rank = (_CONVOLUTIONS | _TRANSPOSED)[node.target]  # type: ignore[index]
     stride, dilation = _tuple(a["stride"], rank), _tuple(a["dilation"], rank)
     transposed = node.target in _TRANSPOSED
     output_padding = _tuple(a.get("output_padding", 0), rank) if transposed else [0] * rank
@@ -391,9 +397,8 @@ def _canonical_convolution(graph: Graph, node: Node) -> None:
         taps = weight.meta["shape"][2:]
         total = [d * (k - 1) for d, k in zip(dilation, taps, strict=True)]
         padding = [t // 2 for t in total]
-        if extra := [t % 2 for t in total]:
-            if any(extra):  # an even kernel has one more tap on the right
-                x = _padded(graph, node, x, [w for e in reversed(extra) for w in (0, e)])
+        if any(t % 2 for t in total):  # an even kernel has one more tap on the right
+            x = _padded(graph, node, x, [width for t in reversed(total) for width in (0, t % 2)])
     else:
         padding = _tuple(a["padding"], rank)
     node.args = (x, weight, a["bias"], stride, padding, dilation, transposed, output_padding, a["groups"])

@@ -101,6 +101,6 @@ def _check_axes(decisions: Decisions, sizes: Mapping[str, int]) -> None:
         if axis not in decisions.usable and not (axis[0] == "c" and {"c0", "c1"} & decisions.usable):
             raise DistfxError(
                 f"nothing in this model can use the grid's axis {axis} ({meaning[axis[0]]}): no convolution or linear "
-                f"layer has it. Spatial dims are named from the last: w, before it h, before it d. Remove {axis}={sizes[axis]} "
-                "from the grid."
+                f"layer has it. Spatial dims are named from the last: w, before it h, before it d. "
+                f"Remove {axis}={sizes[axis]} from the grid."
             )

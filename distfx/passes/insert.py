@@ -1,13 +1,14 @@
 """insert: wherever a producer's layout differs from what its consumer needs, the moves between them.
 
-in: a graph and its decisions.   out: a new graph in which each node's ``meta["layout"]`` is the layout its value has, and
-moves stand as operators with literal arguments. Moves are shared: a tensor gathered or halo-extended once serves every
-consumer that needs it so.
+in: a graph and its decisions.   out: a new graph in which each node's ``meta["layout"]`` is the layout its value has,
+and moves stand as operators with literal arguments. Moves are shared: a tensor gathered or halo-extended once serves
+every consumer that needs it so.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -62,7 +63,9 @@ def _with_operands(decision: Decision, replaced: dict[Node, Node]) -> Decision:
     needs = tuple((replaced.get(operand, operand), need) for operand, need in decision.needs)
     spec = decision.spec
     if spec is not None:
-        spec = replace(spec, operands=tuple((replaced.get(operand, operand), words) for operand, words in spec.operands))
+        spec = replace(
+            spec, operands=tuple((replaced.get(operand, operand), words) for operand, words in spec.operands)
+        )
     return replace(decision, needs=needs, spec=spec)
 
 
@@ -77,7 +80,7 @@ class _Inserter:
         self.unowned: list[Node] = []
 
     def own(self, owner: Node) -> None:
-        """The moves made since the last call belong to ``owner``: the operator they serve, or whose result they move."""
+        """The moves made since the last call belong to ``owner``: the operator they serve or whose result they move."""
         for node in self.unowned:
             node.meta |= {"owner": owner.name, **{key: owner.meta.get(key) for key in ("path", "source")}}
         self.unowned.clear()
@@ -86,7 +89,7 @@ class _Inserter:
         """``value`` after ``move``; the same node for the same move."""
         if (value, move) in self.moved:
             return self.moved[value, move]
-        node = self.graph.call_function(ops.inserted(move.op), (value,), dict(move.arguments()))
+        node = self.graph.call_function(ops.inserted(move.op), (value,), move.arguments())
         layout = move.result(value.meta["layout"])
         node.meta = {key: value.meta.get(key) for key in ("shape", "dtype")} | {
             "layout": layout.with_names(value.meta["layout"].names),
@@ -180,7 +183,7 @@ def _refresh(state: _Inserter, buffer: Node, part: Node, owner: Node) -> None:
     node.meta = dict(buffer.meta) | {"move": gather, "owner": owner.name, "part": part.meta["layout"]}
 
 
-def _output(state: _Inserter, value: object, outputs: str) -> object:
+def _output(state: _Inserter, value: Any, outputs: str) -> Any:
     if not isinstance(value, Node):
         return value
     new = state.values[value]

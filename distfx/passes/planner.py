@@ -252,9 +252,9 @@ def decide(
             plan.nodes[node] = decision
             plan.layouts[node] = decision.result
             for operand, need in decision.needs:
-                if operand.op == "get_attr" and str(operand.target) not in stored and need.split_axes:
-                    if not plan.layouts[operand].split_axes:
-                        plan.layouts[operand] = storage_layout(need, list(sizes))
+                free = operand.op == "get_attr" and str(operand.target) not in stored
+                if free and need.split_axes and not plan.layouts[operand].split_axes:
+                    plan.layouts[operand] = storage_layout(need, list(sizes))
     _check_pins(graph, pins, matched)
     return plan
 
@@ -273,7 +273,11 @@ def _pin(node: Node, pins: Pins, matched: set[str]) -> str:
 def _check_pins(graph: Graph, pins: Pins, matched: set[str]) -> None:
     missed = [pattern for pattern in pins if pattern not in matched and pattern != "*"]
     if missed:
-        layers = [n.meta.get("path") for n in graph.nodes if (s := spec_of(n) if n.op == "call_function" else None) and s.row.anchor]
+        layers = [
+            n.meta.get("path")
+            for n in graph.nodes
+            if (s := spec_of(n) if n.op == "call_function" else None) and s.row.anchor
+        ]
         raise DistfxError(
             f"strategy names {missed[0]!r}, which matches no convolution or linear layer. Those of this model are: "
             + ", ".join(str(layer) for layer in layers[:12])
@@ -296,7 +300,11 @@ def _decide_node(
     if spec.row.anchor:
         candidates = list(_anchored(spec, layouts, sizes, pin))
     else:
-        candidates = [("", follow_layout(spec, i, layouts[operand], sizes)) for i, (operand, _) in enumerate(spec.operands) if operand.op != "get_attr"]
+        candidates = [
+            ("", follow_layout(spec, i, layouts[operand], sizes))
+            for i, (operand, _) in enumerate(spec.operands)
+            if operand.op != "get_attr"
+        ]
         candidates = candidates or [("", {})]
     best: tuple[float, Decision] | None = None
     for name, axes in candidates:

@@ -14,14 +14,14 @@ __all__ = ["readable"]
 
 
 def readable(module: GraphModule, title: str) -> str:
-    """The graph as code: the user's source lines as headings, each value with its layout, moves with their arguments."""
+    """The graph as code: the user's source lines as headings, values with their layouts, moves with their arguments."""
     lines = [title]
     parameters = [node for node in module.graph.nodes if node.op == "get_attr"]
     if parameters:
         width = max(len(str(node.target)) for node in parameters)
         lines.append("    # parameters and buffers: how they are stored; each(...): where their gradients are summed")
         for node in parameters:
-            lines.append(f"    {str(node.target):{width}}  # {node.meta['layout']}   {_shape(node)}")
+            lines.append(f"    {node.target!s:{width}}  # {node.meta['layout']}   {_shape(node)}")
     heading = None
     for node in module.graph.nodes:
         if node.op in ("get_attr", "output"):

@@ -26,9 +26,7 @@ class Border:
     fill: float = 0.0
 
 
-def route(
-    source: Layout, target: Layout, shape: Sequence[Size], border: Border | None = None
-) -> tuple[Move, ...]:
+def route(source: Layout, target: Layout, shape: Sequence[Size], border: Border | None = None) -> tuple[Move, ...]:
     """The moves that turn ``source`` into ``target``, for a tensor of global ``shape``.
 
     >>> x = Layout.parse("N/n C/c H/h W")

@@ -1,7 +1,7 @@
 """The rule table: for each operator, how its iteration space maps to its operands, and what it becomes on a rank.
 
-A row's pattern (see :mod:`notation`) is all the planner needs: which factors there are, which dims they split, which are
-summed over, which dims are read through windows. ``local`` turns the call into one on local tensors: windows have
+A row's pattern (see :mod:`notation`) is all the planner needs: which factors there are, which dims they split, which
+are summed over, which dims are read through windows. ``local`` turns the call into one on local tensors: windows have
 brought what lies beyond the block, so padding remains only on dims that are not split.
 
 An operator with no row is run whole on every rank.
@@ -21,6 +21,7 @@ from torch.fx import Node
 from distfx import ops
 from distfx.layout import Layout, Split, Window
 from distfx.ops import LocalSize, LocalStart
+from distfx.passes.capture import arguments
 from distfx.passes.notation import Word, parse
 from distfx.symbolic import Size, product
 
@@ -111,7 +112,13 @@ def _from_pattern(row: Row, node: Node) -> Spec | None:
         if len(operand.meta["shape"]) != len(words):
             return None
         operands.append((operand, words))
-    windows = dict(zip([w.factors[0] for w in pattern.operands[0] if w.window], row.windows(node) if row.windows else (), strict=True))
+    windows = dict(
+        zip(
+            [w.factors[0] for w in pattern.operands[0] if w.window],
+            row.windows(node) if row.windows else (),
+            strict=True,
+        )
+    )
     for operand, words in [*operands, (node, pattern.result)]:
         for word, extent in zip(words, operand.meta["shape"], strict=True):
             if len(word.factors) == 1 and not word.window:
@@ -222,13 +229,21 @@ def _local_conv(spec: Spec, axes: Mapping[str, tuple[str, ...]], layout: Layout,
     if axes.get("g"):
         groups = LocalSize(groups, Split(axes["g"]))
     if transposed and any(split):
-        return ops.conv_transpose, (x, weight, bias, stride, padding, dilation, groups), {
-            "split": split,
-            "start": _blocks(spec, layout, LocalStart),
-            "size": _blocks(spec, layout, LocalSize),
-        }
+        return (
+            ops.conv_transpose,
+            (x, weight, bias, stride, padding, dilation, groups),
+            {
+                "split": split,
+                "start": _blocks(spec, layout, LocalStart),
+                "size": _blocks(spec, layout, LocalSize),
+            },
+        )
     padding = [0 if cut else p for cut, p in zip(split, padding, strict=True)]
-    return aten.convolution.default, (x, weight, bias, stride, padding, dilation, transposed, output_padding, groups), {}
+    return (
+        aten.convolution.default,
+        (x, weight, bias, stride, padding, dilation, transposed, output_padding, groups),
+        {},
+    )
 
 
 CONVOLUTION = Row(
@@ -341,15 +356,12 @@ BATCH_NORM = Row(
 
 def _pool_arguments(node: Node) -> dict[str, Any]:
     """Kernel, stride, padding and dilation of a pooling call for each spatial dim, with the rest by name."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
-    given = {a.name: v for a, v in zip(schema, node.args, strict=False)} | dict(node.kwargs)
-    values = {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+    values = arguments(node)
     rank = len(node.meta["shape"]) - 2
 
     def each(name: str, default: Any) -> list[int]:
         value = values.get(name)
-        listed = list(value) if isinstance(value, list | tuple) else [value]
+        listed: list[int] = list(value) if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
         listed = listed if value not in (None, []) else list(default)
         return listed * rank if len(listed) == 1 else listed
 
@@ -382,12 +394,16 @@ def _local_avg_pool(spec: Spec, axes: Mapping[str, tuple[str, ...]], layout: Lay
         call = (args[0], a["kernel_size"], a["stride"], padding, ceil, include)
         return spec.node.target, call if len(split) == 1 else (*call, override), {}
     x = spec.operands[0][0]
-    return ops.avg_pool, (args[0], a["kernel_size"], a["stride"], a["padding"], include), {
-        "split": split,
-        "start": _blocks(spec, layout, LocalStart),
-        "size": _blocks(spec, layout, LocalSize),
-        "extent": list(x.meta["shape"][2:]),
-    }
+    return (
+        ops.avg_pool,
+        (args[0], a["kernel_size"], a["stride"], a["padding"], include),
+        {
+            "split": split,
+            "start": _blocks(spec, layout, LocalStart),
+            "size": _blocks(spec, layout, LocalSize),
+            "extent": list(x.meta["shape"][2:]),
+        },
+    )
 
 
 MAX_POOL = Row(
@@ -399,7 +415,11 @@ MAX_POOL = Row(
     cost="space: halos where windows cross",
 )
 AVG_POOL = Row(
-    "average pooling", "n c [s]... -> n c s...", _local_avg_pool, windows=_pool_windows, cost="space: halos where windows cross"
+    "average pooling",
+    "n c [s]... -> n c s...",
+    _local_avg_pool,
+    windows=_pool_windows,
+    cost="space: halos where windows cross",
 )
 
 
@@ -423,8 +443,8 @@ def _mean_dims(node: Node) -> Sequence[int]:
     rank = len(node.args[0].meta["shape"])  # type: ignore[union-attr]
     if node.target is aten.mean.default or len(node.args) < 2 or not node.args[1]:
         return range(rank)
-    dims = node.args[1]
-    return [dims] if isinstance(dims, int) else list(dims)  # type: ignore[arg-type]
+    dims: Any = node.args[1]
+    return [dims] if isinstance(dims, int) else list(dims)
 
 
 def _local_mean(dims: Callable[[Node], Sequence[int]]) -> LocalFn:
@@ -469,7 +489,7 @@ def _adaptive(node: Node) -> Row | None:
 def _pad_widths(node: Node) -> list[tuple[int, int]]:
     """For each dim the width before and after, from the first dim on."""
     rank = len(node.meta["shape"])
-    flat = list(node.args[1])  # type: ignore[arg-type]
+    flat: list[Any] = list(node.args[1])  # type: ignore[arg-type]
     pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 
@@ -530,7 +550,7 @@ def _runs(before: list[Size], after: list[Size]) -> list[tuple[list[int], list[i
     """Pairs of runs of dims whose extents have the same product, dims of one left out."""
     left = [i for i, size in enumerate(before) if size != 1]
     right = [i for i, size in enumerate(after) if size != 1]
-    runs = []
+    runs: list[tuple[list[int], list[int]]] = []
     while left and right:
         take, give = [left.pop(0)], [right.pop(0)]
         while not _same(product(before[i] for i in take), product(after[i] for i in give)):
@@ -554,7 +574,9 @@ def _local_reshape(spec: Spec, axes: Mapping[str, tuple[str, ...]], layout: Layo
     return aten.reshape.default, (args[0], sizes), {}
 
 
-RESHAPE = Row("reshape", "... -> ...", _local_reshape, build=_reshape_spec, cost="nothing where the split dim stays major")
+RESHAPE = Row(
+    "reshape", "... -> ...", _local_reshape, build=_reshape_spec, cost="nothing where the split dim stays major"
+)
 
 
 # ----------------------------------------------------------------------------------------------------- table

@@ -42,9 +42,9 @@ def _difference(what: str, texts: list[str]) -> str:
     shown = []
     longest = max(len(text) for text in lines)
     differs = next((i for i in range(longest) if len({tuple(t[i : i + 1]) for t in lines}) > 1), 0)
-    for text, ranks in zip(lines, groups.values(), strict=True):
+    for facts, ranks in zip(lines, groups.values(), strict=True):
         who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
-        shown.append(f"  {who}: {text[differs] if differs < len(text) else '(nothing more)'}")
+        shown.append(f"  {who}: {facts[differs] if differs < len(facts) else '(nothing more)'}")
     return f"the ranks were given different {what}:\n" + "\n".join(shown)
 
 

@@ -28,7 +28,7 @@ class RunMove:
         self.__name__ = name or move.name
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _Whole.apply(x, self)  # type: ignore[no-any-return,no-untyped-call]
+        return _Whole.apply(x, self)
 
     def start(self, half: Half, x: Tensor, phase: str) -> Pending:
         """Start one half, and enter it into the ledger."""
@@ -47,7 +47,7 @@ class _Whole(torch.autograd.Function):
         return result.view_as(x) if result is x else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.run.start(ctx.run.move.backward, grad, "backward").wait(), None
 
 
@@ -70,7 +70,7 @@ class _Begin(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
         return ctx.token.take(), None, None
 
 
@@ -81,7 +81,7 @@ class _Finish(torch.autograd.Function):
         return token.take()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.token.pending = ctx.run.start(ctx.run.move.backward, grad, "backward")
         return grad.new_empty(0), None, None
 
@@ -89,9 +89,9 @@ class _Finish(torch.autograd.Function):
 def begin(run: RunMove, x: Tensor) -> tuple[Tensor, RunMove, _Token]:
     """Start a move. What is returned goes to :func:`finish`, once; work done in between overlaps with it."""
     token = _Token()
-    return _Begin.apply(x, run, token), run, token  # type: ignore[no-untyped-call]
+    return _Begin.apply(x, run, token), run, token
 
 
 def finish(ticket: tuple[Tensor, RunMove, _Token]) -> Tensor:
     """The result of a move that was begun."""
-    return _Finish.apply(*ticket)  # type: ignore[no-any-return,no-untyped-call]
+    return _Finish.apply(*ticket)

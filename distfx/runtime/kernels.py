@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class _Zeros(torch.autograd.Function):
         return tensors[0].new_zeros(shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors))
 
 
@@ -40,7 +40,7 @@ class Zero:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        return _Zeros.apply(self.shape, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+        return _Zeros.apply(self.shape, *tensors)
 
 
 def add_bias(x: Tensor, bias: Tensor, *, dim: int) -> Tensor:
@@ -124,7 +124,7 @@ def avg_pool(
         count = high - low if include else high.clamp(max=extent[i]) - low.clamp(min=0)
         scale = scale * (k / count.to(x.dtype)).view(-1, *(1,) * (rank - 1 - i))
     pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[rank - 1]
-    return pool(F.pad(x, widths), tuple(kernel), tuple(stride)) * scale  # type: ignore[operator,no-any-return]
+    return pool(F.pad(x, widths), tuple(kernel), tuple(stride)) * scale
 
 
 class BatchNorm:
@@ -146,7 +146,7 @@ class BatchNorm:
         running_mean: Tensor | None,
         running_var: Tensor | None,
     ) -> Tensor:
-        return _BatchNorm.apply(x, weight, bias, running_mean, running_var, self)  # type: ignore[no-any-return,no-untyped-call]
+        return _BatchNorm.apply(x, weight, bias, running_mean, running_var, self)
 
     def sum(self, value: Tensor, phase: str) -> Tensor:
         """The sum over the segment, in place."""
@@ -185,12 +185,12 @@ class _BatchNorm(torch.autograd.Function):
         ctx.norm = norm
         if not x.numel():
             return torch.empty_like(x)
-        args = (a if a is None else a.to(wide) for a in (weight, bias))
-        return torch.native_batch_norm(x.to(wide), *args, mean, var, False, 0.0, norm.eps)[0].to(x.dtype)
+        gain, shift = (None if value is None else value.to(wide) for value in (weight, bias))
+        return torch.native_batch_norm(x.to(wide), gain, shift, mean, var, False, 0.0, norm.eps)[0].to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = ctx.saved_tensors
         norm: BatchNorm = ctx.norm
         wide = mean.dtype
@@ -214,7 +214,7 @@ class _BatchNorm(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-KERNELS = {
+KERNELS: dict[str, Callable[..., Tensor]] = {
     "add_bias": add_bias,
     "mean": mean,
     "conv_transpose": conv_transpose,

@@ -403,6 +403,9 @@ def _clean_at_exit() -> None:
 
 def _leave() -> None:
     """Leave the process group, if it is the one made here; quietly, for the program has said all it had to say."""
-    if _current is not None and dist.is_initialized() and _current[1] is dist.group.WORLD:
+    global _current
+    made, _current = _current, None  # torch's threads must end before Python does: keep no group alive
+    if made is not None and dist.is_initialized() and made[1] is dist.group.WORLD:
+        del made
         with contextlib.suppress(Exception):
             dist.destroy_process_group()

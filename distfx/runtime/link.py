@@ -87,6 +87,7 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
 def _link_call(node: Node, grid: Grid) -> None:
     bound = node.meta.get("bound")
     if node.target is ops.refresh:
+        assert isinstance(bound, BoundMove)
         node.target = Refresh(bound, grid.segment(bound.forward.axes), node.meta["owner"])
         node.kwargs = {}
     elif isinstance(bound, BoundMove):
@@ -98,7 +99,7 @@ def _link_call(node: Node, grid: Grid) -> None:
         node.target = BatchNorm(grid.segment(axes), node.name, **kwargs)
         node.kwargs = {}
     elif getattr(node.target, "__name__", None) in KERNELS and node.target is ops.inserted(node.target.__name__):  # type: ignore[union-attr]
-        node.target = KERNELS[node.target.__name__]  # type: ignore[union-attr]
+        node.target = KERNELS[node.target.__name__]
     elif _is_empty(node):
         node.target = Zero(node.meta["local"])
 

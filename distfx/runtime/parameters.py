@@ -3,9 +3,9 @@
 A parameter's gradient is summed only over the ranks that hold the same shard and used it in different ways. Gradients
 are reduced in buckets, asynchronously, as backward produces them. The order is left to autograd, which runs nodes in
 the reverse order of their making: each bucket is taken by two functions, :class:`_Late` made before the forward pass
-and :class:`_Early` just before the bucket's first use. Going back, ``_Early`` runs as soon as the bucket's gradients are
-there and starts the reduction; ``_Late`` runs when all other work is done and waits for it. Hooks, ``autograd.grad``
-and gradient accumulation therefore see finished gradients.
+and :class:`_Early` just before the bucket's first use. Going back, ``_Early`` runs as soon as the bucket's gradients
+are there and starts the reduction; ``_Late`` runs when all other work is done and waits for it. Hooks, gradient
+accumulation and ``autograd.grad`` therefore see finished gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ def to_dtensor(local: Tensor, like_shape: torch.Size, layout: Layout, grid: Grid
 def distribute(value: Tensor, layout: Layout, grid: Grid, *, broadcast: bool) -> DTensor:
     """This rank's shard of ``value``, of rank 0's if ``broadcast``. ``value`` itself is left as it was."""
     whole = value.detach()
-    device = torch.device(grid.device_type) if grid.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    device = (
+        torch.device(grid.device_type)
+        if grid.device_type == "cpu"
+        else torch.device("cuda", torch.cuda.current_device())
+    )
     if broadcast and grid.size > 1:
         whole = whole.to(device, copy=True).contiguous()
         dist.broadcast(whole, src=0)
@@ -116,11 +120,13 @@ class _Late(torch.autograd.Function):
         return tuple(p.to_local().detach() for p in params)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor | None, ...]:
         ctx.flight.wait()
         result: list[DTensor | None] = []
         for grad, (mesh, placed, shape, stride), needed in zip(grads, ctx.specs, ctx.needs_input_grad[1:], strict=True):
-            whole = DTensor.from_local(grad, mesh, placed, run_check=False, shape=shape, stride=stride) if needed else None
+            whole = (
+                DTensor.from_local(grad, mesh, placed, run_check=False, shape=shape, stride=stride) if needed else None
+            )
             result.append(whole)
         return (None, *result)
 
@@ -134,7 +140,7 @@ class _Early(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.flight.start(grads))
 
 
@@ -148,7 +154,7 @@ class Gradients:
             params = [tensors[name] for name in bucket.names]
             if torch.is_grad_enabled() and any(p.requires_grad for p in params):
                 flight = _Flight(bucket)
-                self.waiting.append((flight, _Late.apply(flight, *params)))  # type: ignore[no-untyped-call]
+                self.waiting.append((flight, _Late.apply(flight, *params)))
             else:
                 self.waiting.append(None)
         self.buckets = buckets
@@ -160,7 +166,7 @@ class Gradients:
             with torch.no_grad():
                 return tuple(self.tensors[name].to_local() for name in self.buckets[index].names)
         flight, tensors = taken
-        return _Early.apply(flight, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+        return _Early.apply(flight, *tensors)
 
     def plain(self, name: str) -> Tensor:
         """The local tensor of a buffer, or of a parameter without gradient."""

@@ -69,17 +69,17 @@ def send_receive(
 
 def all_reduce(segment: Segment, tensor: Tensor) -> Work:
     """Start summing ``tensor`` in place over the segment."""
-    return dist.all_reduce(tensor, group=segment.group, async_op=True)  # type: ignore[no-any-return]
+    return dist.all_reduce(tensor, group=segment.group, async_op=True)
 
 
 def all_gather_even(segment: Segment, result: Tensor, part: Tensor) -> Work:
     """Start gathering equal parts into ``result``, whose first dim counts the members."""
-    return dist.all_gather_single(result, part, group=segment.group, async_op=True)  # type: ignore[no-any-return]
+    return dist.all_gather_single(result, part, group=segment.group, async_op=True)
 
 
 def reduce_scatter_even(segment: Segment, result: Tensor, parts: Tensor) -> Work:
     """Start summing ``parts``, whose first dim counts the members, each member receiving its own."""
-    return dist.reduce_scatter_single(result, parts, group=segment.group, async_op=True)  # type: ignore[no-any-return]
+    return dist.reduce_scatter_single(result, parts, group=segment.group, async_op=True)
 
 
 def empty_like(shape: Sequence[int], like: Tensor) -> Tensor:

@@ -1,0 +1,245 @@
+"""The engine behind a parallel module: compiles a mode when it is first needed, binds a shape when it first comes.
+
+All that may differ between ranks is compared before anything is communicated: the signature of every call, the outcome
+and the graph of every compilation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import Node
+
+from distfx import ops
+from distfx.errors import CaptureError, DistfxError, FallbackWarning
+from distfx.grid import Grid
+from distfx.layout import Layout
+from distfx.passes.bind import Values, bind, match_inputs
+from distfx.passes.capture import Capture, InputSpec, capture, describe, infer_inputs
+from distfx.passes.compile import Compiled, compile_capture
+from distfx.passes.planner import Pins
+from distfx.plan import Plan
+from distfx.predict import gradient_buckets, plan_of
+from distfx.runtime.agree import agree, agree_on_outcome
+from distfx.runtime.link import link
+from distfx.runtime.parameters import Bucket
+
+__all__ = ["Engine", "Runnable"]
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A graph bound to a shape and linked, with the plan at that shape."""
+
+    run: Callable[..., Sequence[Tensor]]
+    buckets: Sequence[Bucket]
+    plan: Plan
+
+
+class Engine:
+    """Everything about a parallel module but its parameters."""
+
+    def __init__(
+        self, model: nn.Module, grid: Grid, example: tuple[Any, ...] | None, pins: Pins, outputs: str, strict: bool
+    ) -> None:
+        self.model, self.grid, self.example = model, grid, example
+        self.pins, self.outputs, self.strict = pins, outputs, strict
+        self.compiled: dict[bool, Compiled] = {}
+        self.agreed: set[bool] = set()
+        self.runnable: dict[Any, Runnable] = {}
+        self.last: Plan | None = None
+
+    # ---------------------------------------------------------------------------------------------- compilation
+
+    def compile(
+        self, training: bool, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> Compiled | None:
+        """The rewritten graph of a mode, made on this rank alone; ``None`` if that must wait for the first call."""
+        if training not in self.compiled:
+            captured = self._capture(training, args, kwargs)
+            if captured is None:
+                return None
+            stored = {name: layout for other in self.compiled.values() for name, layout in other.stored.items()}
+            compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, stored)
+            if compiled.decisions.whole and self.strict:
+                raise DistfxError(_fallback_text(compiled))
+            self.compiled[training] = compiled
+        return self.compiled[training]
+
+    def compile_together(
+        self, training: bool, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> Compiled | None:
+        """As :meth:`compile`, on all ranks; raises on all of them if any fails or has another graph."""
+        if training in self.agreed:
+            return self.compiled[training]
+        compiled, problem = None, None
+        try:
+            compiled = self.compile(training, args, kwargs)
+        except Exception as error:
+            problem = error
+        agree_on_outcome(self.grid, problem)
+        if compiled is not None:
+            agree(self.grid, "models", self._fingerprint(compiled))
+            self.agreed.add(training)
+            if compiled.decisions.whole and self.grid.rank == 0:
+                warnings.warn(_fallback_text(compiled), FallbackWarning, stacklevel=5)
+        return compiled
+
+    def _capture(self, training: bool, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> Capture | None:
+        batch = max(2, 2 * self.grid.axes.get("n", 1))
+        if self.example is not None or args is not None:
+            example = self.example if self.example is not None else args
+            assert example is not None
+            example = [e.full_tensor() if isinstance(e, DTensor) else e for e in example]
+            return capture(self.model, example, kwargs, training=training, batch=batch)
+        for attempt in infer_inputs(self.model, batch):
+            try:
+                captured = capture(self.model, attempt, training=training, batch=batch)
+            except CaptureError:
+                continue
+            self.example = attempt
+            return captured
+        return None
+
+    def _fingerprint(self, compiled: Compiled) -> str:
+        """What must be the same on all ranks, one fact a line: versions, grid, parameters, graph."""
+        lines = [f"torch {torch.__version__}", f"{self.grid} of {self.grid.size} ranks", f"outputs={self.outputs!r}"]
+        lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in self.model.state_dict().items()]
+        lines += [f"{name} requires_grad={p.requires_grad}" for name, p in self.model.named_parameters()]
+        lines += [f"{node.format_node()} {node.meta.get('layout')}" for node in compiled.module.graph.nodes]
+        return "\n".join(lines)
+
+    def present(self, training: bool) -> Compiled:
+        """The rewritten graph of a mode, for looking at."""
+        compiled = self.compile(training)
+        if compiled is None:
+            raise DistfxError(
+                "the model's input could not be told from its first layer, so its graph is made at the first call: "
+                "call it once, or give example_inputs=(x,) to parallelize."
+            )
+        return compiled
+
+    # --------------------------------------------------------------------------------------------------- calls
+
+    def prepare(
+        self,
+        training: bool,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        ready: Callable[[Compiled], Mapping[str, Tensor]],
+    ) -> tuple[Compiled, Runnable, list[Tensor]]:
+        """The graph for a call with these inputs, and the inputs as it takes them.
+
+        ``ready`` gives the parameters and buffers; it is called once the graph is known.
+        """
+        key = self._signature(training, tensors)
+        agree(self.grid, "inputs", "\n".join(key))
+        compiled = self.compile_together(training, args, kwargs)
+        assert compiled is not None
+        parameters = ready(compiled)
+        specs = _retyped(compiled, parameters)
+        values = match_inputs(
+            specs, [tuple(t.shape) for t in tensors], [t.dtype for t in tensors], compiled.capture.lower
+        )
+        self._check_batch(specs, tensors)
+        local = {s.name for s, t in zip(specs, tensors, strict=True) if self._is_local(compiled, s.name, t)}
+        trained = tuple(name for name, tensor in parameters.items() if tensor.requires_grad)
+        entry = (key, tuple(sorted(local)), hash(trained))
+        runnable = self.runnable.get(entry)
+        if runnable is None:
+            inputs = {s.name: t.requires_grad for s, t in zip(specs, tensors, strict=True)}
+            runnable = self.runnable[entry] = self._bind(compiled, values, local, inputs, parameters)
+        self.last = runnable.plan
+        return compiled, runnable, [_plain(t, s.name in local) for s, t in zip(specs, tensors, strict=True)]
+
+    def _signature(self, training: bool, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+        """What must be the same on all ranks in each call, one fact a line."""
+        mode = f"{'train' if training else 'eval'}, gradients {'on' if torch.is_grad_enabled() else 'off'}"
+        return (
+            mode,
+            *(
+                f"input {i}: {tuple(t.shape)} {t.dtype}, requires_grad={t.requires_grad}"
+                f"{f', DTensor {t.placements}' if isinstance(t, DTensor) else ''}"
+                for i, t in enumerate(tensors)
+            ),
+        )
+
+    def _check_batch(self, specs: Sequence[InputSpec], tensors: Sequence[Tensor]) -> None:
+        samples = self.grid.axes.get("n", 1)
+        for spec, tensor in zip(specs, tensors, strict=True):
+            if tensor.dim() and tensor.shape[0] < samples:
+                raise DistfxError(
+                    f"input {spec.name} has a batch of {tensor.shape[0]}, smaller than the grid's axis n={samples}: "
+                    "give a larger batch, or split space or channels instead of samples."
+                )
+
+    def _bind(
+        self,
+        compiled: Compiled,
+        values: Values,
+        local: set[str],
+        inputs: Mapping[str, bool],
+        parameters: Mapping[str, Tensor],
+    ) -> Runnable:
+        bound = bind(compiled.module, values, self.grid, local)
+        trained = {name: tensor.requires_grad for name, tensor in parameters.items()}
+        buckets = gradient_buckets(bound, trained, self.grid)
+        plan = plan_of(compiled, bound, self.grid, inputs, trained, buckets)
+        return Runnable(link(bound.module, self.grid, buckets), buckets, plan)
+
+    # --------------------------------------------------------------------------------------------------- inputs
+
+    def input_layout(self, compiled: Compiled, name: str) -> Layout:
+        """The layout in which an input is first used: after the slices that take this rank's part."""
+        node: Node = next(n for n in compiled.module.graph.find_nodes(op="placeholder") if n.name == name)
+        while len(node.users) == 1 and next(iter(node.users)).target is ops.slice:
+            node = next(iter(node.users))
+        layout = node.meta["layout"]
+        assert isinstance(layout, Layout)
+        return layout
+
+    def _is_local(self, compiled: Compiled, name: str, tensor: Tensor) -> bool:
+        """Whether a DTensor input is split just as the plan has it."""
+        if not isinstance(tensor, DTensor) or tensor.device_mesh != self.grid.mesh:
+            return False
+        layout = self.input_layout(compiled, name)
+        local = layout.local_shape(tuple(tensor.shape), self.grid.placement())
+        if tuple(tensor.to_local().shape) != tuple(local):
+            return False
+        axes = list(self.grid.axes) or ["n"]
+        placed = {axis: p.dim if p.is_shard() else None for axis, p in zip(axes, tensor.placements, strict=True)}  # type: ignore[attr-defined]
+        return all(dim == layout.dim_of(axis) for axis, dim in placed.items())
+
+
+def _plain(tensor: Tensor, is_local: bool) -> Tensor:
+    """An input as the graph takes it: this rank's part if it is split as planned, else the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if is_local else tensor.full_tensor()
+
+
+def _retyped(compiled: Compiled, parameters: Mapping[str, Tensor]) -> list[InputSpec]:
+    """The inputs as captured; where the parameters were converted since (``net.half()``), the inputs follow."""
+    nodes = compiled.module.graph.find_nodes(op="get_attr")
+    changed = {}
+    for node in nodes:
+        now = parameters[str(node.target)].dtype
+        if now != node.meta["dtype"] and now.is_floating_point:
+            changed[node.meta["dtype"]] = now
+    return [InputSpec(s.name, s.shape, changed.get(s.dtype, s.dtype)) for s in compiled.capture.inputs]
+
+
+def _fallback_text(compiled: Compiled) -> str:
+    nodes = compiled.decisions.whole
+    lines = [f"  {describe(node)}: {node.target}" for node in nodes]
+    return (
+        f"{len(nodes)} operator{'s have' if len(nodes) > 1 else ' has'} no rule that applies; inputs are gathered and "
+        "every rank runs them whole (right, but neither faster nor smaller):\n" + "\n".join(lines)
+    )

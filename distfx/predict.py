@@ -1,0 +1,146 @@
+"""Predicting what a bound graph sends: exactly what the ledger will count when it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from distfx import ledger, ops
+from distfx.grid import Grid
+from distfx.passes.bind import Bound
+from distfx.passes.compile import Compiled
+from distfx.passes.rules import aten
+from distfx.plan import Plan, PlanRow
+from distfx.runtime.parameters import Bucket, make_buckets
+
+__all__ = ["gradient_buckets", "plan_of"]
+
+
+def _has_gradient(bound: Bound, inputs: Mapping[str, bool], trained: Mapping[str, bool]) -> dict[Node, bool]:
+    """Which nodes of a bound graph have a gradient."""
+    result: dict[Node, bool] = {}
+    for node in bound.module.graph.nodes:
+        if node.op == "placeholder":
+            result[node] = inputs.get(node.name, False)
+        elif node.op == "get_attr":
+            result[node] = trained.get(str(node.target), False)
+        elif node.target in (aten.detach.default, ops.refresh):
+            result[node] = False
+        else:
+            dtype = node.meta.get("dtype")
+            differentiable = dtype is None or dtype.is_floating_point or dtype.is_complex
+            result[node] = differentiable and any(result[operand] for operand in node.all_input_nodes)
+    return result
+
+
+def _counts(node: Node, has_gradient: Mapping[Node, bool], grid: Grid) -> tuple[int, int, int, int] | None:
+    """Bytes forward and backward, messages forward and backward, that a node sends."""
+    move = node.meta.get("bound")
+    if move is not None:
+        size = node.meta["dtype"].itemsize
+        back = node.target is not ops.refresh and has_gradient[node.all_input_nodes[0]]
+        forward, backward = move.forward, move.backward
+        if not back:
+            return forward.sent_bytes(size), 0, forward.messages, 0
+        return forward.sent_bytes(size), backward.sent_bytes(size), forward.messages, backward.messages
+    if node.target is not ops.batch_norm:
+        return None
+    x = node.all_input_nodes[0]
+    axes: Any = node.kwargs["axis"]
+    ranks = len(grid.members(tuple(axes)))
+    values = x.meta["local"][1] * max(4, node.meta["dtype"].itemsize)
+    sent, messages = ledger.allreduce_bytes(values, ranks), ledger.allreduce_messages(ranks)
+    if not has_gradient[x]:
+        return 2 * sent, 0, 2 * messages, 0
+    return 2 * sent, ledger.allreduce_bytes(2 * values, ranks), 2 * messages, messages
+
+
+def _in_order_of_use(bound: Bound) -> list[Node]:
+    """The parameters of a graph, by the first call that uses each."""
+    order: dict[Node, None] = {}
+    for node in bound.module.graph.nodes:
+        for operand in node.all_input_nodes:
+            if operand.op == "get_attr":
+                order.setdefault(operand)
+    return list(order)
+
+
+def _nbytes(node: Node) -> int:
+    """The bytes of this rank's part of a parameter."""
+    return int(math.prod(node.meta["local"]) * node.meta["dtype"].itemsize)
+
+
+def gradient_buckets(bound: Bound, trained: Mapping[str, bool], grid: Grid) -> list[Bucket]:
+    """The buckets in which the gradients of a graph's parameters are reduced."""
+    wanted = []
+    for node in _in_order_of_use(bound):
+        if trained.get(str(node.target)):
+            axes = tuple(axis for axis in grid.axes if axis in node.meta["layout"].varying)
+            wanted.append((str(node.target), axes, _nbytes(node), node.meta["dtype"]))
+    return make_buckets(wanted, grid)
+
+
+def plan_of(
+    compiled: Compiled,
+    bound: Bound,
+    grid: Grid,
+    inputs: Mapping[str, bool],
+    trained: Mapping[str, bool],
+    buckets: Sequence[Bucket],
+) -> Plan:
+    """The plan at one shape. ``inputs`` and ``trained`` say which inputs and parameters have gradients."""
+    has_gradient = _has_gradient(bound, inputs, trained)
+    counts: dict[str, tuple[int, ...]] = {}
+    moves: dict[str, list[str]] = {}
+    for node in bound.module.graph.nodes:
+        owner = str(node.meta.get("owner", node.name))
+        if (sent := _counts(node, has_gradient, grid)) is not None:
+            before = counts.get(owner, (0, 0, 0, 0))
+            counts[owner] = tuple(a + b for a, b in zip(before, sent, strict=True))
+        if "bound" in node.meta:
+            moves.setdefault(owner, []).append(str(node.meta["move"]))
+    rows = [
+        _row(node, counts.get(node.name, (0, 0, 0, 0)), moves.get(node.name, ()))
+        for node in compiled.module.graph.nodes
+        if "move" not in node.meta and (node.op == "call_function" or (node.op == "placeholder" and node.name in moves))
+    ]
+    nbytes = {str(node.target): _nbytes(node) for node in bound.module.graph.find_nodes(op="get_attr")}
+    rows += [_bucket_row(bucket, nbytes) for bucket in buckets if bucket.segment.size > 1]
+    sizes = tuple((str(symbol), value) for symbol, value in bound.values.items())
+    return Plan(repr(grid), grid.rank, compiled.capture.training, sizes, tuple(rows))
+
+
+def _row(node: Node, counts: tuple[int, ...], moves: Sequence[str]) -> PlanRow:
+    source, decision = node.meta.get("source"), node.meta.get("decision")
+    shape = node.meta.get("shape") or ()
+    return PlanRow(
+        node=node.name,
+        op="input" if node.op == "placeholder" else getattr(node.target, "__name__", str(node.target)),
+        algorithm=decision.algorithm if decision is not None else "",
+        shape=tuple(str(size) for size in shape),
+        layout=str(node.meta["layout"]),
+        moves=tuple(moves),
+        bytes_forward=counts[0],
+        bytes_backward=counts[1],
+        messages_forward=counts[2],
+        messages_backward=counts[3],
+        path=node.meta.get("path") or "",
+        source=f"{source[0]}:{source[1]}" if source else "",
+        whole=decision is not None and decision.whole,
+    )
+
+
+def _bucket_row(bucket: Bucket, nbytes: Mapping[str, int]) -> PlanRow:
+    ranks = bucket.segment.size
+    return PlanRow(
+        node=bucket.label,
+        op="all_reduce",
+        algorithm="segmented allreduce",
+        shape=(f"{len(bucket.names)} parameters",),
+        layout=f"over {','.join(bucket.segment.axes)}",
+        bytes_backward=ledger.allreduce_bytes(sum(nbytes[name] for name in bucket.names), ranks),
+        messages_backward=ledger.allreduce_messages(ranks),
+    )
