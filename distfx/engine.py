@@ -53,7 +53,8 @@ class Engine:
         self.compiled: dict[bool, Compiled] = {}
         self.agreed: set[bool] = set()
         self.runnable: dict[Any, Runnable] = {}
-        self.last: Plan | None = None
+        self.last: dict[bool, Plan] = {}
+        """For each mode the plan at the shape of its last call."""
 
     # ---------------------------------------------------------------------------------------------- compilation
 
@@ -156,7 +157,7 @@ class Engine:
         if runnable is None:
             inputs = {s.name: t.requires_grad for s, t in zip(specs, tensors, strict=True)}
             runnable = self.runnable[entry] = self._bind(compiled, values, local, inputs, parameters)
-        self.last = runnable.plan
+        self.last[training] = runnable.plan
         return compiled, runnable, [_plain(t, s.name in local) for s, t in zip(specs, tensors, strict=True)]
 
     def _signature(self, training: bool, tensors: Sequence[Tensor]) -> tuple[str, ...]:

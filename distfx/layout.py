@@ -28,7 +28,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from distfx.symbolic import Size, ceildiv, floordiv, minimum
+from distfx.symbolic import Size, ceildiv, floordiv, minimum, parse_size
 
 __all__ = ["Layout", "Split", "Window", "piece"]
 
@@ -135,12 +135,12 @@ class Split:
         if self.axes:
             text = f"/{self.axes[0]}" if len(self.axes) == 1 else f"/({','.join(self.axes)})"
         if self.unit != 1:
-            text += f"[{self.unit}]"
+            text += f"[{str(self.unit).replace(' ', '')}]"
         return text + (f"{{{self.window}}}" if self.window else "")
 
 
 WHOLE = Split()
-_DIM = re.compile(r"([A-Za-z]\w*|\d+)(?:/(\w+|\([\w,]+\)))?(?:\[(\d+)\])?(?:\{([^}]*)\})?")
+_DIM = re.compile(r"([A-Za-z]\w*|\d+)(?:/(\w+|\([\w,]+\)))?(?:\[([^\]]+)\])?(?:\{([^}]*)\})?")
 _STATE = re.compile(r"(sum|each)\(([\w,]+)\)")
 
 
@@ -172,12 +172,12 @@ class Layout:
         states: dict[str, frozenset[str]] = {}
         for token in text.split():
             if state := _STATE.fullmatch(token):
-                states[state[1]] = frozenset(state[2].split(","))
+                states[state[1]] = states.get(state[1], frozenset()) | set(state[2].split(","))
             elif match := _DIM.fullmatch(token):
                 axes = tuple(match[2].strip("()").split(",")) if match[2] else ()
                 window = Window.parse(match[4]) if match[4] else None
                 names.append(match[1])
-                dims.append(Split(axes, int(match[3] or 1), window))
+                dims.append(Split(axes, parse_size(match[3] or "1"), window))
             elif token != "()":
                 raise ValueError(
                     f"cannot read {token!r} in layout {text!r}; write it like 'N/n C/(c0,c1) H/h W sum(w)'"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distfx.layout import Coords, Split
-from distfx.symbolic import Size
+from distfx.symbolic import Size, show
 
 __all__ = ["LocalSize", "LocalStart", "inserted"]
 
@@ -28,7 +28,8 @@ class LocalSize:
         return hi - lo
 
     def __repr__(self) -> str:
-        return f"{self.extent}{self.split}" if isinstance(self.extent, int) else f"({self.extent}){self.split}"
+        text = show(self.extent)
+        return f"{text if text.isalnum() else f'({text})'}{self.split}"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from distfx.passes.compile import Compiled
 from distfx.passes.rules import aten
 from distfx.plan import Plan, PlanRow
 from distfx.runtime.parameters import Bucket, make_buckets
+from distfx.symbolic import show
 
 __all__ = ["gradient_buckets", "plan_of"]
 
@@ -120,7 +121,7 @@ def _row(node: Node, counts: tuple[int, ...], moves: Sequence[str]) -> PlanRow:
         node=node.name,
         op="input" if node.op == "placeholder" else getattr(node.target, "__name__", str(node.target)),
         algorithm=decision.algorithm if decision is not None else "",
-        shape=tuple(str(size) for size in shape),
+        shape=tuple(show(size) for size in shape),
         layout=str(node.meta["layout"]),
         moves=tuple(moves),
         bytes_forward=counts[0],

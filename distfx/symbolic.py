@@ -7,16 +7,30 @@ that touches torch's private sympy helpers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import sympy
 import torch
+from sympy.printing.precedence import PRECEDENCE
+from sympy.printing.str import StrPrinter
 from torch.utils._sympy.functions import FloorDiv
 
 Size: TypeAlias = int | sympy.Expr
 
-__all__ = ["Size", "ceildiv", "evaluate", "evaluate_shape", "floordiv", "maximum", "minimum", "product", "size_of"]
+__all__ = [
+    "Size",
+    "ceildiv",
+    "evaluate",
+    "evaluate_shape",
+    "floordiv",
+    "maximum",
+    "minimum",
+    "parse_size",
+    "product",
+    "size_of",
+]
 
 
 def floordiv(a: Size, b: Size) -> Size:
@@ -58,6 +72,36 @@ def size_of(value: Any) -> Size:
     if isinstance(value, sympy.Integer):
         return int(value)
     return value
+
+
+class _Printer(StrPrinter):
+    """As sympy prints, but ``(H - 1)//2 + 1`` without a heap of parentheses."""
+
+    printmethod = "_distfx_str"
+
+    def _print_FloorDiv(self, expr: sympy.Expr) -> str:
+        base, divisor = (self.parenthesize(part, PRECEDENCE["Mul"] + 1) for part in expr.args)
+        return f"{base}//{divisor}"
+
+
+def show(size: Size) -> str:
+    """A size for readers.
+
+    >>> H = sympy.Symbol("H", integer=True, positive=True)
+    >>> show(floordiv(H - 1, 2) + 1), show(3 * floordiv(H, 2)), show(7)
+    ('(H - 1)//2 + 1', '3*(H//2)', '7')
+    """
+    return str(size) if isinstance(size, int) else str(_Printer().doprint(size))
+
+
+def parse_size(text: str) -> Size:
+    """The size that ``str`` of it printed: symbols are positive whole numbers.
+
+    >>> parse_size("12"), parse_size("H*W")
+    (12, H*W)
+    """
+    names = {name: sympy.Symbol(name, integer=True, positive=True) for name in re.findall(r"[A-Za-z]\w*", text)}
+    return size_of(sympy.sympify(text, locals=names))
 
 
 def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:

@@ -22,7 +22,7 @@ from distfx.layout import Layout
 from distfx.moves import Exchange, Move
 from distfx.ops import LocalSize
 from distfx.passes.capture import InputSpec, describe
-from distfx.symbolic import evaluate, evaluate_shape
+from distfx.symbolic import evaluate, evaluate_shape, show
 
 if TYPE_CHECKING:
     from distfx.grid import Grid
@@ -51,7 +51,7 @@ def match_inputs(
     if len(specs) != len(shapes):
         raise DistfxError(f"the model takes {len(specs)} tensors, but was called with {len(shapes)}")
     for spec, shape, dtype in zip(specs, shapes, dtypes, strict=True):
-        expected = f"({', '.join(map(str, spec.shape))})"
+        expected = f"({', '.join(map(show, spec.shape))})"
         if len(shape) != len(spec.shape):
             raise DistfxError(
                 f"input {spec.name} has {len(shape)} dims {shape}, but the model was captured with {len(spec.shape)}: "
@@ -160,7 +160,7 @@ def _check(node: Node, new: Node, values: Values) -> None:
         if have != want:
             raise DistfxError(
                 f"{_sizes(values)}: {describe(node)} takes {want} features, but gets {have}. The model is tied to one "
-                f"size here: its input {spec.operands[0][0].meta['shape'][-1]} must equal {want}."
+                f"size here: its input {show(spec.operands[0][0].meta['shape'][-1])} must equal {want}."
             )
     elif spec.row.name == "reshape":
         before = math.prod(evaluate_shape(spec.operands[0][0].meta["shape"], values))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
 from distfx.moves import Move
+from distfx.symbolic import show
 
 __all__ = ["readable"]
 
@@ -48,7 +50,7 @@ def _where(node: Node) -> str:
 
 def _shape(node: Node) -> str:
     shape = node.meta.get("shape")
-    return f"({', '.join(map(str, shape))})" if shape is not None else ""
+    return f"({', '.join(map(show, shape))})" if shape is not None else ""
 
 
 def _notes(node: Node) -> str:
@@ -75,4 +77,4 @@ def _literal(value: Any) -> str:
         return value.name
     if isinstance(value, list | tuple):
         return f"[{', '.join(_literal(item) for item in value)}]"
-    return repr(value)
+    return show(value) if isinstance(value, sympy.Expr) else repr(value)

@@ -19,6 +19,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,7 @@ __all__ = ["DEFAULT_TIMEOUT", "LAUNCHERS", "Launch", "expand_nodelist", "init"]
 
 LAUNCHERS = ("torchrun", "mpi", "slurm", "single")
 DEFAULT_TIMEOUT = timedelta(minutes=5)  # torch's 30 minutes are long to find out that a rank has gone
+REST = 0.02  # seconds at the end, see `_leave`
 
 # rank, size, local rank: as the MPI launchers tell them, before MPI itself is started.
 _MPI_VARIABLES = (
@@ -402,10 +404,19 @@ def _clean_at_exit() -> None:
 
 
 def _leave() -> None:
-    """Leave the process group, if it is the one made here; quietly, for the program has said all it had to say."""
+    """Leave the process group, if it is the one made here; quietly, for the program has said all it had to say.
+
+    A thread of gloo that lets go of a tensor when Python has ended brings the process down ("terminate called without
+    an active exception"). Its threads end with the group's last reference: so none is kept here, and where the program
+    keeps one, they get a moment to come to rest.
+    """
     global _current
-    made, _current = _current, None  # torch's threads must end before Python does: keep no group alive
-    if made is not None and dist.is_initialized() and made[1] is dist.group.WORLD:
-        del made
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+    made, _current = _current, None
+    if made is None or not dist.is_initialized() or made[1] is not dist.group.WORLD:
+        return
+    world = made[0].world
+    del made
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    if world > 1:
+        time.sleep(REST)

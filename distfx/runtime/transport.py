@@ -86,6 +86,7 @@ def empty_like(shape: Sequence[int], like: Tensor) -> Tensor:
     """An uninitialised tensor of ``shape`` in the memory format of ``like`` (channels_last is kept)."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     memory_format = formats.get(len(shape))
-    if memory_format is not None and like.is_contiguous(memory_format=memory_format) and not like.is_contiguous():
+    last = memory_format is not None and like.shape[1] > 1 and like.stride(1) == 1 and like.stride(-1) > 1
+    if last:  # by its strides: a part of a channels_last tensor is not dense
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=memory_format)
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
