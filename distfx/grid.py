@@ -11,6 +11,7 @@ Grid(n=2, c=2, h=2)
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import math
 import re
@@ -60,6 +61,9 @@ def forget() -> None:
     """Drop every cached mesh and process group: to be called before the process group is destroyed."""
     _groups.clear()
     _meshes.clear()
+
+
+atexit.register(forget)  # gloo may crash when a process group outlives the interpreter
 
 
 class Grid:

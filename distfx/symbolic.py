@@ -29,6 +29,7 @@ __all__ = [
     "minimum",
     "parse_size",
     "product",
+    "show",
     "size_of",
 ]
 
@@ -75,7 +76,7 @@ def size_of(value: Any) -> Size:
 
 
 class _Printer(StrPrinter):
-    """As sympy prints, but ``(H - 1)//2 + 1`` without a heap of parentheses."""
+    """As sympy prints, but floor divisions with no more parentheses than they need."""
 
     printmethod = "_distfx_str"
 
@@ -89,7 +90,7 @@ def show(size: Size) -> str:
 
     >>> H = sympy.Symbol("H", integer=True, positive=True)
     >>> show(floordiv(H - 1, 2) + 1), show(3 * floordiv(H, 2)), show(7)
-    ('(H - 1)//2 + 1', '3*(H//2)', '7')
+    ('((H - 1)//2) + 1', '3*(H//2)', '7')
     """
     return str(size) if isinstance(size, int) else str(_Printer().doprint(size))
 

@@ -74,6 +74,7 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
                     value = graph.call_function(operator.getitem, (taken[number], index))
                 else:
                     value = graph.call_function(_plain, (gradients, name))
+            value.meta = dict(operand.meta)
             operand.replace_all_uses_with(value)
             graph.erase_node(operand)
     for node in list(graph.nodes):

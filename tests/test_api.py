@@ -1,0 +1,369 @@
+"""What a user touches: inputs and outputs, state dicts, optimizers, hooks, modes, inspection."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import distfx
+from tests.exact import relative
+from tests.ranks import run
+
+
+class Net(nn.Module):
+    """A little of everything. Its submodule's name is that of a property of the parallel module, on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = nn.Conv2d(3, 8, 3, padding=1)
+        self.bn = nn.BatchNorm2d(8)
+        self.conv = nn.Conv2d(8, 6, 3, stride=2, padding=1)
+        self.fc = nn.Linear(6, 5)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.plan(x)))
+        return self.fc(self.conv(x).mean((2, 3))) * self.scale
+
+
+class Image(nn.Module):
+    """From image to image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 5, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).relu()
+
+
+def pair(grid: str, cls: type[nn.Module] = Net, **options: Any) -> tuple[distfx.ParallelModule, nn.Module]:
+    torch.manual_seed(3)
+    model = cls().double()
+    return distfx.parallelize(model, distfx.Grid.parse(grid), **options), copy.deepcopy(model)
+
+
+def local_outputs() -> float:
+    net, plain = pair("n2h2", Image, outputs="local")
+    torch.manual_seed(5)
+    x = torch.randn(3, 3, 9, 8, dtype=torch.float64)
+    y, want = net(x), plain(x)
+    part = net.output_slices(0, want.shape)
+    weights = torch.randn_like(want)
+    (y * weights[part]).sum().backward()
+    (want * weights).sum().backward()
+    errors = [relative(y, want[part])]
+    errors += [
+        relative(p.grad.full_tensor(), q.grad) for p, q in zip(net.parameters(), plain.parameters(), strict=True)
+    ]
+    return max(errors)
+
+
+def test_local_outputs_and_their_slices() -> None:
+    assert max(run(4, local_outputs)) < 1e-12
+
+
+def sharded_input(uneven: bool) -> tuple[float, float, int]:
+    net, plain = pair("n2h2", Image)
+    torch.manual_seed(5)
+    x = torch.randn(4, 3, 9 if uneven else 8, 8, dtype=torch.float64)
+    part = net.input_slices(0, x.shape)
+    local = x[part].clone().requires_grad_()
+    given = DTensor.from_local(
+        local, net.grid.mesh, [Shard(0), Shard(2)], run_check=False, shape=x.shape, stride=x.stride()
+    )
+    whole = x.clone().requires_grad_()
+    with distfx.record_comm() as ledger:
+        y = net(given)
+    want = plain(whole)
+    y.square().sum().backward()
+    want.square().sum().backward()
+    assert local.grad is not None and whole.grad is not None
+    assert not any(row.move == "slice" for row in ledger.rows)
+    return relative(y, want), relative(local.grad, whole.grad[part]), net.plan.bytes("forward") - ledger.bytes()
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_sharded_input(uneven: bool) -> None:
+    for output, gradient, difference in run(4, sharded_input, uneven):
+        assert output < 1e-12 and gradient < 1e-12 and difference == 0
+
+
+def other_sharding() -> float:
+    net, plain = pair("n2h2", Image)
+    torch.manual_seed(5)
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    given = DTensor.from_local(x, net.grid.mesh, [Replicate(), Replicate()], run_check=False)
+    return relative(net(given), plain(x))
+
+
+def test_a_dtensor_in_another_layout_is_brought_into_ours() -> None:
+    assert max(run(4, other_sharding)) < 1e-12
+
+
+def training(grid: str, name: str) -> float:
+    net, plain = pair(grid)
+    makers: dict[str, Any] = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    }
+    optimizers = [makers[name](module.parameters()) for module in (net, plain)]
+    norms: list[float] = []
+    for step in range(3):
+        torch.manual_seed(step)
+        x, labels = torch.randn(4, 3, 8, 10, dtype=torch.float64), torch.randint(5, (4,))
+        for module, optimizer in zip((net, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(module(x), labels).backward()
+            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+            optimizer.step()
+    state = plain.state_dict()
+    errors = [relative(value, state[key]) for key, value in net.full_state_dict().items()]
+    errors += [abs(a - b) / b for a, b in zip(norms[::2], norms[1::2], strict=True)]
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("grid", ["n2c2", "c2h2", "c4"])
+def test_optimizers_and_clipping(grid: str, name: str) -> None:
+    assert max(run(4, training, grid, name)) < 1e-9
+
+
+def accumulation(grid: str) -> float:
+    """Two backward passes add up; ``autograd.grad`` and hooks see finished gradients."""
+    net, plain = pair(grid)
+    torch.manual_seed(5)
+    inputs = [torch.randn(4, 3, 8, 10, dtype=torch.float64) for _ in range(2)]
+    seen: dict[str, list[Tensor]] = {}
+    for name, parameter in net.named_parameters():
+        parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.full_tensor()))
+    hooked: dict[str, list[Tensor]] = {}
+    for name, parameter in plain.named_parameters():
+        parameter.register_hook(lambda grad, name=name: hooked.setdefault(name, []).append(grad.clone()))
+    for module in (net, plain):
+        for x in inputs:
+            module(x).square().sum().backward()
+    expected = dict(plain.named_parameters())
+    errors = [relative(p.grad.full_tensor(), expected[n].grad) for n, p in net.named_parameters()]
+    errors += [relative(a, b) for name in hooked for a, b in zip(seen[name], hooked[name], strict=True)]
+    ours = torch.autograd.grad(net(inputs[0]).square().sum(), list(net.parameters()))
+    theirs = torch.autograd.grad(plain(inputs[0]).square().sum(), list(plain.parameters()))
+    errors += [relative(a.full_tensor(), b) for a, b in zip(ours, theirs, strict=True)]
+    return max(errors)
+
+
+@pytest.mark.parametrize("grid", ["n2", "c2", "h2"])
+def test_accumulation_hooks_and_autograd_grad(grid: str) -> None:
+    assert max(run(2, accumulation, grid)) < 1e-11
+
+
+def two_passes_before_backward() -> float:
+    net, plain = pair("n2")
+    torch.manual_seed(5)
+    inputs = [torch.randn(4, 3, size, 10, dtype=torch.float64) for size in (8, 6)]
+    for module in (net, plain):
+        torch.stack([module(x).square().sum() for x in inputs]).sum().backward()
+    expected = dict(plain.named_parameters())
+    return max(relative(p.grad.full_tensor(), expected[n].grad) for n, p in net.named_parameters())
+
+
+def test_two_forward_passes_before_one_backward() -> None:
+    assert max(run(2, two_passes_before_backward)) < 1e-11
+
+
+def state_dicts(grid: str, other: str) -> float:
+    net, plain = pair(grid)
+    x = torch.randn(4, 3, 8, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    net(x)
+    plain(x)
+    keys = list(plain.state_dict())
+    assert list(net.state_dict()) == keys and "scale" not in keys
+    assert all(isinstance(value, DTensor) for value in net.state_dict().values())
+    full = net.full_state_dict()
+    errors = [relative(full[key], plain.state_dict()[key]) for key in keys]
+    fresh = Net().double()
+    fresh.load_state_dict(full)
+    errors.append(relative(fresh.eval()(x), plain.eval()(x)))
+    torch.manual_seed(99)
+    second = distfx.parallelize(Net().double(), distfx.Grid.parse(other))
+    second.load_state_dict(net.state_dict())
+    errors += [relative(second.full_state_dict()[key], full[key]) for key in keys]
+    second.load_state_dict({key: value * 2 for key, value in full.items()})
+    errors += [relative(second.full_state_dict()[key], full[key] * 2) for key in keys]
+    try:
+        second.load_state_dict({"nonsense": torch.zeros(1)})
+    except RuntimeError as error:
+        assert "nonsense" in str(error)
+    else:
+        raise AssertionError("a wrong state dict was loaded")
+    return max(errors)
+
+
+@pytest.mark.parametrize(("grid", "other"), [("n2c2", "c4"), ("c4", "h2w2"), ("c2h2", "n4")])
+def test_state_dicts_move_between_grids_and_models(grid: str, other: str) -> None:
+    assert max(run(4, state_dicts, grid, other)) < 1e-12
+
+
+def modes() -> float:
+    net, plain = pair("c2h2")
+    torch.manual_seed(5)
+    x = torch.randn(4, 3, 8, 10, dtype=torch.float64)
+    errors = []
+    for train in (True, False, True, False):
+        net.train(train)
+        plain.train(train)
+        with torch.set_grad_enabled(train):
+            errors.append(relative(net(x), plain(x)))
+        assert net.plan.training == train
+    errors += [relative(net.full_state_dict()[k], v) for k, v in plain.state_dict().items()]
+    return max(errors)
+
+
+def test_train_and_eval_share_parameters() -> None:
+    assert max(run(4, modes)) < 1e-12
+
+
+def conversion() -> float:
+    net, plain = pair("c2h2")
+    net.float()
+    plain.float()
+    torch.manual_seed(5)
+    x = torch.randn(4, 3, 8, 10)
+    y, want = net(x), plain(x)
+    assert y.dtype == torch.float32
+    y.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in net.parameters())
+    return relative(y, want)
+
+
+def test_to_another_dtype() -> None:
+    assert max(run(4, conversion)) < 1e-5
+
+
+def rank_zero_wins() -> float:
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    net = distfx.parallelize(Net().double(), distfx.Grid(c=2))
+    torch.manual_seed(100)
+    want = Net().double().state_dict()
+    return max(relative(value, want[key]) for key, value in net.full_state_dict().items())
+
+
+def test_rank_zeros_parameters_are_taken() -> None:
+    assert max(run(2, rank_zero_wins)) == 0
+
+
+def model_untouched() -> bool:
+    torch.manual_seed(3)
+    model = Net().double()
+    before = copy.deepcopy(model.state_dict())
+    model.bn.eval()
+    net = distfx.parallelize(model, distfx.Grid(c=2))
+    net(torch.randn(2, 3, 8, 8, dtype=torch.float64)).sum().backward()
+    assert model.training and not model.bn.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_the_users_model_is_left_as_it_was() -> None:
+    assert all(run(2, model_untouched))
+
+
+def autocast_runs() -> tuple[torch.dtype, float]:
+    net, plain = pair("c2h2")
+    net.float()
+    plain.float()
+    x = torch.randn(4, 3, 8, 10, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, want = net(x), plain(x)
+    y.float().sum().backward()
+    return y.dtype, relative(y.float(), want.float())
+
+
+def test_autocast() -> None:
+    for dtype, error in run(4, autocast_runs):
+        assert dtype == torch.bfloat16 and error < 0.05
+
+
+class Several(nn.Module):
+    """Several inputs, one of them by keyword; a dict of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor, y: Tensor, factor: float = 2.0) -> dict[str, Any]:
+        return {"sum": self.conv(x) + factor * self.conv(y), "pair": (x * 2, y)}
+
+
+def several() -> float:
+    torch.manual_seed(3)
+    model = Several().double()
+    net = distfx.parallelize(model, distfx.Grid(h=2))  # rank and number of inputs are known at the first call only
+    x, y = (torch.randn(2, 3, 7, 6, dtype=torch.float64) for _ in range(2))
+    have, want = net(x, y), model(x, y)
+    assert list(have) == list(want) and isinstance(have["pair"], tuple)
+    errors = [relative(have["sum"], want["sum"])]
+    errors += [relative(a, b) for a, b in zip(have["pair"], want["pair"], strict=True)]
+    return max(errors)
+
+
+def test_several_inputs_and_nested_outputs() -> None:
+    assert max(run(2, several)) < 1e-12
+
+
+def inspection() -> dict[str, Any]:
+    net, _ = pair("n2c2h2")
+    net(torch.randn(2, 3, 8, 10, dtype=torch.float64))
+    assert distfx.Plan.from_json(net.plan.to_json()) == net.plan
+    return {
+        "repr": repr(net).splitlines()[0:2],
+        "text": net.print_readable(print_output=False),
+        "explain": distfx.explain(net),
+        "json": json.loads(net.plan.to_json())["grid"],
+        "layouts": {n.name: str(n.meta["layout"]) for n in net.graph_module.graph.nodes if "layout" in n.meta},
+        "slices": net.input_slices(0, (4, 3, 8, 10)),
+        "passes": [str(record) for record in net.passes],
+    }
+
+
+def test_inspection() -> None:
+    results = run(8, inspection)
+    first = results[0]
+    assert "Net on Grid(n=2, c=2, h=2), outputs='global'" in "".join(first["repr"])
+    text = first["text"]
+    for words in (
+        "halo(fan, dim=2, axis='h', lo=1, hi=1)  # N/n C H/h{a-1:b+1} W each(c)",
+        "test_api.py",
+        "self.bn(self.plan(x))",
+        "all_reduce(mean, axis='h')",
+        "stationary-",
+        "to='replicated'",
+    ):
+        assert words in text, text
+    assert first["json"] == "Grid(n=2, c=2, h=2)"
+    assert "sends" in first["explain"] and "passes: plan" in first["explain"]
+    assert [r["slices"][0] for r in results[::4]] == [slice(0, 2), slice(2, 4)]
+    assert [r["slices"][2] for r in results[:2]] == [slice(0, 4), slice(4, 8)]
+    assert len({r["text"] for r in results}) == 1
+
+
+def single() -> float:
+    net, plain = pair("n1")
+    x = torch.randn(2, 3, 8, 10, dtype=torch.float64)
+    with distfx.record_comm() as ledger:
+        y = net(x)
+        y.sum().backward()
+    assert not ledger.rows
+    return relative(y, plain(x))
+
+
+def test_one_rank() -> None:
+    assert run(1, single) == [0.0]

@@ -1,0 +1,226 @@
+"""Bad input: one clear error, the same on every rank, before any communication. No rank raises while another waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import distfx
+from tests.ranks import Failure, run, run_raises
+
+
+def conv_net(channels: int = 3, outputs: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, outputs, 3, padding=1))
+
+
+def same(failures: list[Failure | None], kind: str = "DistfxError") -> str:
+    """The one message that every rank raised."""
+    assert len(set(failures)) == 1 and failures[0] is not None, failures
+    assert failures[0].kind.rpartition(".")[2] == kind, failures[0]
+    return failures[0].message
+
+
+def make(grid: str, **options: object) -> None:
+    distfx.parallelize(conv_net(), distfx.Grid.parse(grid), **options)  # type: ignore[arg-type]
+
+
+def call(grid: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, train: bool = True) -> None:
+    net = distfx.parallelize(conv_net().train(train), distfx.Grid.parse(grid))
+    with distfx.record_comm() as ledger:
+        try:
+            net(torch.randn(shape).to(dtype))
+        finally:
+            assert not ledger.rows, "something was sent before the error"
+
+
+def test_grid_that_does_not_fit_the_world() -> None:
+    message = same(run_raises(2, make, "n2h2"))
+    assert "needs 4 ranks, but 2 were started" in message and "torchrun --nproc-per-node 4" in message
+
+
+@pytest.mark.parametrize("grid", ["d2"])
+def test_axis_that_nothing_can_use(grid: str) -> None:
+    message = same(run_raises(2, make, grid))
+    assert "axis d (a depth dim)" in message and "Remove d=2" in message
+
+
+def one_dimensional() -> None:
+    distfx.parallelize(nn.Sequential(nn.Conv1d(2, 3, 3)), distfx.Grid(h=2))
+
+
+def test_height_of_a_conv1d() -> None:
+    assert "axis h" in same(run_raises(2, one_dimensional))
+
+
+def test_batch_smaller_than_the_axis() -> None:
+    message = same(run_raises(2, call, "n2", (1, 3, 8, 8)))
+    assert "batch of 1, smaller than the grid's axis n=2" in message
+
+
+def test_input_of_another_rank() -> None:
+    message = same(run_raises(2, call, "h2", (3, 8, 8)))
+    assert "3 dims (3, 8, 8)" in message and "(N, 3, H, W)" in message
+
+
+def test_input_of_another_dtype() -> None:
+    message = same(run_raises(2, call, "h2", (1, 3, 8, 8), torch.float64))
+    assert "torch.float64" in message and "captured with torch.float32" in message
+
+
+def test_input_with_other_channels() -> None:
+    message = same(run_raises(2, call, "h2", (1, 4, 8, 8)))
+    assert "4 channels, but the model takes 3" in message
+
+
+def different_models() -> None:
+    outputs = 4 + dist.get_rank() // 2
+    distfx.parallelize(conv_net(outputs=outputs), distfx.Grid(n=-1))
+
+
+def test_ranks_with_different_models() -> None:
+    message = same(run_raises(3, different_models), "RankMismatchError")
+    assert "ranks 0, 1: 2.weight (4, 8, 3, 3)" in message and "rank 2: 2.weight (5, 8, 3, 3)" in message
+
+
+def different_shapes(first: bool) -> None:
+    net = distfx.parallelize(conv_net(), distfx.Grid(h=-1))
+    if not first:  # a shape that both have seen, and one that only one of them takes up again
+        for size in (8, 12):
+            net(torch.randn(1, 3, size, size))
+    size = 12 if dist.get_rank() == 1 else 8
+    net(torch.randn(1, 3, size, size))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ranks_with_different_input_shapes(first: bool) -> None:
+    message = same(run_raises(2, different_shapes, first), "RankMismatchError")
+    assert "rank 0: input 0: (1, 3, 8, 8)" in message and "rank 1: input 0: (1, 3, 12, 12)" in message
+
+
+def different_modes() -> None:
+    net = distfx.parallelize(conv_net(), distfx.Grid(h=-1))
+    net.train(dist.get_rank() == 0)
+    net(torch.randn(1, 3, 8, 8))
+
+
+def test_ranks_in_different_modes() -> None:
+    message = same(run_raises(2, different_modes), "RankMismatchError")
+    assert "rank 0: train" in message and "rank 1: eval" in message
+
+
+class Broken(nn.Module):
+    """Cannot be captured on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 1:
+            raise KeyError("only here")
+        return self.conv(x)
+
+
+def broken() -> None:
+    distfx.parallelize(Broken(), distfx.Grid(h=-1), example_inputs=(torch.randn(1, 3, 8, 8),))
+
+
+def test_capture_that_fails_on_one_rank_raises_on_all() -> None:
+    failures = run_raises(2, broken)
+    assert all(f is not None and "only here" in f.message for f in failures), failures
+
+
+class Tied(nn.Module):
+    """A flatten into a fixed linear layer: one image size only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.fc = nn.Linear(4 * 8 * 8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.conv(x).flatten(1))
+
+
+def tied(size: int) -> None:
+    distfx.parallelize(Tied(), distfx.Grid(h=-1), example_inputs=(torch.randn(2, 3, 8, 8),))(
+        torch.randn(2, 3, size, size)
+    )
+
+
+def test_a_fixed_flatten_names_the_layer_and_the_size() -> None:
+    message = same(run_raises(2, tied, 12))
+    assert "fc" in message and "256" in message and ("576" in message or "8" in message)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": "stationary-z"}, "unknown strategy 'stationary-z'"),
+        ({"strategy": {"nothing*": "stationary-x"}}, "matches no convolution or linear layer"),
+        ({"outputs": "somewhere"}, "outputs='somewhere'"),
+    ],
+)
+def test_bad_options(options: dict[str, object], words: str) -> None:
+    assert words in same(run_raises(2, make, "c2", **options))
+
+
+def with_dropout() -> None:
+    distfx.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5)), distfx.Grid(h=-1))
+
+
+def test_random_operators_are_refused_not_wrong() -> None:
+    message = same(run_raises(2, with_dropout))
+    assert "draws random numbers" in message and "dropout" in message
+
+
+class Odd(nn.Module):
+    """A softmax over the height has no rule yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).softmax(2)
+
+
+def strict() -> None:
+    distfx.parallelize(Odd(), distfx.Grid(h=-1), strict=True)
+
+
+def test_strict_raises_where_an_operator_has_no_rule() -> None:
+    message = same(run_raises(2, strict))
+    assert "softmax" in message and "test_errors.py" in message
+
+
+def lenient() -> list[str]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net = distfx.parallelize(Odd(), distfx.Grid(h=-1))
+        net(torch.randn(1, 3, 8, 8))
+    assert "(whole)" in str(net.plan) and "run whole" in distfx.explain(net)
+    return [str(w.message) for w in caught if issubclass(w.category, distfx.FallbackWarning)]
+
+
+def test_otherwise_one_warning_names_them() -> None:
+    first, second = run(2, lenient)
+    assert len(first) == 1 and "softmax" in first[0] and "test_errors.py" in first[0]
+    assert second == []
+
+
+def not_a_module() -> None:
+    distfx.parallelize(lambda x: x, distfx.Grid())  # type: ignore[arg-type]
+
+
+def twice() -> None:
+    distfx.parallelize(distfx.parallelize(conv_net(), distfx.Grid()), distfx.Grid())
+
+
+def test_what_is_not_a_model() -> None:
+    assert "torch.nn.Module" in same(run_raises(1, not_a_module))
+    assert "parallel already" in same(run_raises(1, twice))
