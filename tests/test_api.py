@@ -144,7 +144,7 @@ def accumulation(grid: str) -> float:
     inputs = [torch.randn(4, 3, 8, 10, dtype=torch.float64) for _ in range(2)]
     seen: dict[str, list[Tensor]] = {}
     for name, parameter in net.named_parameters():
-        parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.full_tensor()))
+        parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.full_tensor().clone()))
     hooked: dict[str, list[Tensor]] = {}
     for name, parameter in plain.named_parameters():
         parameter.register_hook(lambda grad, name=name: hooked.setdefault(name, []).append(grad.clone()))

@@ -8,7 +8,7 @@ nodes ``meta`` has ``shape`` (global, in the input's symbols), ``dtype``, ``path
 from __future__ import annotations
 
 import inspect
-import itertools
+import operator
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -194,8 +194,8 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
                 mutated.add(str(buffer.target))
                 continue
             values[node] = done
-            if done.target is not node.target and isinstance(node.args[0], Node):
-                values[node.args[0]] = done
+            if _writes(node) and done.target is not node.target:
+                values |= dict.fromkeys(_same_tensor(node.args[0]), done)
             _canonical(graph, done)
             _name_after_module(done, node)
     made = GraphModule(module, graph)
@@ -284,26 +284,49 @@ def _meta(node: Node, sized: Any) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------- functional, canonical
 
 
-def _written_view(node: Node) -> bool:
-    """Whether ``node`` of the captured graph writes through a view of something that is read again later."""
-    later = set(itertools.takewhile(lambda n: n is not node, reversed(node.graph.nodes)))
-    base = node.args[0]
-    while isinstance(base, Node) and base.op == "call_function" and _is_view(base.target):
-        view, base = base, base.all_input_nodes[0]
-        others = {user for user in base.users if user is not view}
-        aliases = {user for user in others if user.op == "call_function" and _is_view(user.target)}
-        if others & later or any(set(alias.users) & later for alias in aliases):
-            return True
-    return False
-
-
-def _is_view(target: Any) -> bool:
-    """Whether an operator gives a view of its first argument (``split`` and ``chunk`` apart: theirs do not overlap)."""
-    if not isinstance(target, torch._ops.OpOverload) or len(target._schema.returns) != 1:
+def _gives_view(node: Node) -> bool:
+    """Whether the value of a captured call shares memory with its first argument: views, and parts of a split."""
+    if node.op != "call_function":
         return False
-    alias = target._schema.returns[0].alias_info
-    is_list = "[]" in str(target._schema.returns[0].type)
-    return alias is not None and not alias.is_write and not is_list
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and _gives_view(node.args[0])
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return any(value.alias_info is not None for value in returns)
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _same_tensor(node: Any) -> list[Node]:
+    """The nodes of the captured graph that stand for the very tensor of ``node``: results of writes into it."""
+    same = [node]
+    while node.op == "call_function" and _writes(node):
+        node = node.args[0]
+        same.append(node)
+    return same
+
+
+def _seen_elsewhere(write: Node) -> bool:
+    """Whether memory that ``write`` changes is read later through another view of it."""
+    nodes = list(write.graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    root: Any = write.args[0]
+    parts: dict[Node, Any] = {}  # the splits on the way, and the part that was taken
+    while _gives_view(root):
+        if root.target is operator.getitem:
+            parts[root.args[0]] = root.args[1]
+        root = root.args[0]
+    own = set(_same_tensor(write.args[0]))
+    aliases, found = {root}, [root]
+    while found:
+        for user in found.pop().users:
+            disjoint = user.target is operator.getitem and parts.get(user.args[0], user.args[1]) != user.args[1]
+            if user not in aliases and place[user] < place[write] and _gives_view(user) and not disjoint:
+                aliases.add(user)
+                found.append(user)
+    splits = {node for node in aliases if node in parts}
+    return any(place[user] > place[write] for alias in aliases - own - splits for user in alias.users)
 
 
 def _functional(node: Node, old: Node) -> Node | None:
@@ -319,7 +342,7 @@ def _functional(node: Node, old: Node) -> Node | None:
         return None
     packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
     overload = getattr(packet, target._overloadname, None) if packet is not None else None
-    if overload is None or _written_view(old):
+    if overload is None or _seen_elsewhere(old):
         raise CaptureError(
             f"{describe(node)}: {target} writes in place into a tensor that is read elsewhere, which distfx cannot "
             "follow. Write it out of place (y = f(x) instead of f_(x))."
