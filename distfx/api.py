@@ -78,7 +78,7 @@ def plan(
     )
     captured = capture(model, (example,), training=model.training, batch=max(2, 2 * place.axes.get("n", 1)))
     compiled = compile_capture(captured, place.axes, pins, outputs)
-    values = match_inputs(captured.inputs, [tuple(shape)], [example.dtype], captured.lower)
+    values = match_inputs(captured.inputs, [tuple(shape)], [example.dtype])
     bound = bind(compiled.module, values, place)
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     return plan_of(compiled, bound, place, {}, trained, gradient_buckets(bound, trained, place))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Node
@@ -50,55 +51,85 @@ class Engine:
     ) -> None:
         self.model, self.grid, self.example = model, grid, example
         self.pins, self.outputs, self.strict = pins, outputs, strict
-        self.compiled: dict[bool, Compiled] = {}
-        self.agreed: set[bool] = set()
-        self.runnable: dict[Any, Runnable] = {}
+        self.compiled: dict[bool, list[Compiled]] = {True: [], False: []}
+        """For each mode its graph; more than one where the model or an operator branches on sizes."""
+        self.agreed = {True: 0, False: 0}
+        self.latest: dict[bool, int] = {True: 0, False: 0}
+        self.prepared: dict[Any, tuple[int, Runnable, list[bool]]] = {}
+        """For each kind of call the number of its graph, what to run, and which inputs come as parts."""
         self.last: dict[bool, Plan] = {}
         """For each mode the plan at the shape of its last call."""
 
     # ---------------------------------------------------------------------------------------------- compilation
 
+    @property
+    def stored(self) -> dict[str, Layout]:
+        """How parameters and buffers are stored: as the first graph that uses them decided."""
+        graphs = [compiled for mode in self.compiled.values() for compiled in mode]
+        return {name: layout for compiled in reversed(graphs) for name, layout in compiled.stored.items()}
+
     def compile(
-        self, training: bool, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        training: bool,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        another: bool = False,
     ) -> Compiled | None:
-        """The rewritten graph of a mode, made on this rank alone; ``None`` if that must wait for the first call."""
-        if training not in self.compiled:
-            captured = self._capture(training, args, kwargs)
+        """The rewritten graph of a mode, made on this rank alone; ``None`` if that must wait for the first call.
+
+        ``another``: one more, for inputs such as ``args``, which the graphs there are do not fit.
+        """
+        graphs = self.compiled[training]
+        if another or not graphs:
+            captured = self._capture(training, args, kwargs, follow=another)
             if captured is None:
                 return None
-            stored = {name: layout for other in self.compiled.values() for name, layout in other.stored.items()}
-            compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, stored)
+            compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, self.stored)
             if compiled.decisions.whole and self.strict:
                 raise DistfxError(_fallback_text(compiled))
-            self.compiled[training] = compiled
-        return self.compiled[training]
+            graphs.append(compiled)
+        return graphs[-1] if another else graphs[0]
 
     def compile_together(
-        self, training: bool, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        training: bool,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        another: bool = False,
     ) -> Compiled | None:
         """As :meth:`compile`, on all ranks; raises on all of them if any fails or has another graph."""
-        if training in self.agreed:
-            return self.compiled[training]
+        if self.agreed[training] and not another:
+            return self.compiled[training][0]
         compiled, problem = None, None
         try:
-            compiled = self.compile(training, args, kwargs)
+            compiled = self.compile(training, args, kwargs, another=another)
         except Exception as error:
             problem = error
         agree_on_outcome(self.grid, problem)
         if compiled is not None:
             agree(self.grid, "models", self._fingerprint(compiled))
-            self.agreed.add(training)
+            self.agreed[training] += 1
             if compiled.decisions.whole and self.grid.rank == 0:
-                warnings.warn(_fallback_text(compiled), FallbackWarning, stacklevel=5)
+                warnings.warn(_fallback_text(compiled), FallbackWarning, stacklevel=6)
         return compiled
 
-    def _capture(self, training: bool, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> Capture | None:
+    def _capture(
+        self, training: bool, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, follow: bool
+    ) -> Capture | None:
+        """Capture a mode with the user's example, the arguments of this call, or what the first layer tells."""
         batch = max(2, 2 * self.grid.axes.get("n", 1))
-        if self.example is not None or args is not None:
-            example = self.example if self.example is not None else args
-            assert example is not None
-            example = [e.full_tensor() if isinstance(e, DTensor) else e for e in example]
-            return capture(self.model, example, kwargs, training=training, batch=batch)
+        example = args if follow or self.example is None else self.example
+        if example is not None:
+            like = self._like()
+            return capture(
+                self.model,
+                pytree.tree_map(like, tuple(example)),
+                pytree.tree_map(like, dict(kwargs or {})),
+                training=training,
+                batch=batch,
+            )
         for attempt in infer_inputs(self.model, batch):
             try:
                 captured = capture(self.model, attempt, training=training, batch=batch)
@@ -107,6 +138,21 @@ class Engine:
             self.example = attempt
             return captured
         return None
+
+    def _like(self) -> Callable[[Any], Any]:
+        """From an input to an example for the original model: on its device, in its dtype, whatever became of ours."""
+        parameter = next(self.model.parameters(), None)
+        graphs = [compiled for mode in self.compiled.values() for compiled in mode]
+        typed = {s.dtype for s in graphs[0].capture.inputs if s.dtype.is_floating_point} if graphs else set()
+
+        def example(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            device = value.device if parameter is None else parameter.device
+            dtype = next(iter(typed)) if value.dtype.is_floating_point and len(typed) == 1 else value.dtype
+            return torch.empty(value.shape, dtype=dtype, device=device)
+
+        return example
 
     def _fingerprint(self, compiled: Compiled) -> str:
         """What must be the same on all ranks, one fact a line: versions, grid, parameters, graph."""
@@ -117,14 +163,14 @@ class Engine:
         return "\n".join(lines)
 
     def present(self, training: bool) -> Compiled:
-        """The rewritten graph of a mode, for looking at."""
+        """The rewritten graph of a mode, that of the last call, for looking at."""
         compiled = self.compile(training)
         if compiled is None:
             raise DistfxError(
                 "the model's input could not be told from its first layer, so its graph is made at the first call: "
                 "call it once, or give example_inputs=(x,) to parallelize."
             )
-        return compiled
+        return self.compiled[training][self.latest[training]]
 
     # --------------------------------------------------------------------------------------------------- calls
 
@@ -142,23 +188,51 @@ class Engine:
         """
         key = self._signature(training, tensors)
         agree(self.grid, "inputs", "\n".join(key))
-        compiled = self.compile_together(training, args, kwargs)
-        assert compiled is not None
-        parameters = ready(compiled)
-        specs = _retyped(compiled, parameters)
-        values = match_inputs(
-            specs, [tuple(t.shape) for t in tensors], [t.dtype for t in tensors], compiled.capture.lower
-        )
-        self._check_batch(specs, tensors)
-        local = {s.name for s, t in zip(specs, tensors, strict=True) if self._is_local(compiled, s.name, t)}
-        trained = tuple(name for name, tensor in parameters.items() if tensor.requires_grad)
-        entry = (key, tuple(sorted(local)), hash(trained))
-        runnable = self.runnable.get(entry)
-        if runnable is None:
+        self.compile_together(training, args, kwargs)
+        parameters = ready(self.compiled[training][0])
+        parts = tuple(tuple(t.to_local().shape) for t in tensors if isinstance(t, DTensor))
+        state = tuple((p.requires_grad, p.dtype) for p in parameters.values())
+        entry = (training, key, parts, state)
+        if entry not in self.prepared:
+            number, specs, values = self._fit(training, args, kwargs, tensors, ready)
+            compiled = self.compiled[training][number]
+            local = [self._is_local(compiled, s.name, t) for s, t in zip(specs, tensors, strict=True)]
             inputs = {s.name: t.requires_grad for s, t in zip(specs, tensors, strict=True)}
-            runnable = self.runnable[entry] = self._bind(compiled, values, local, inputs, parameters)
-        self.last[training] = runnable.plan
-        return compiled, runnable, [_plain(t, s.name in local) for s, t in zip(specs, tensors, strict=True)]
+            given = {s.name for s, is_local in zip(specs, local, strict=True) if is_local}
+            runnable = self._bind(compiled, values, given, inputs, ready(compiled))
+            self.prepared[entry] = (number, runnable, local)
+        number, runnable, local = self.prepared[entry]
+        self.latest[training], self.last[training] = number, runnable.plan
+        return (
+            self.compiled[training][number],
+            runnable,
+            [_plain(t, own) for t, own in zip(tensors, local, strict=True)],
+        )
+
+    def _fit(
+        self,
+        training: bool,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor],
+        ready: Callable[[Compiled], Mapping[str, Tensor]],
+    ) -> tuple[int, list[InputSpec], Values]:
+        """The number of the graph that is right for these inputs, made now if there is none yet."""
+        shapes, dtypes = [tuple(t.shape) for t in tensors], [t.dtype for t in tensors]
+        for attempt in range(2):
+            for number, compiled in enumerate(self.compiled[training]):
+                specs = _retyped(compiled, ready(compiled))
+                values = match_inputs(specs, shapes, dtypes)
+                self._check_batch(specs, tensors)
+                if compiled.capture.holds(values):
+                    return number, specs, values
+            if attempt == 0:  # the model, or an operator, does something else for such sizes
+                try:
+                    self.compile_together(training, args, kwargs, another=True)
+                except CaptureError:
+                    bind(self.compiled[training][0].module, values, self.grid.at(self.grid.rank))  # names the layer
+                    raise
+        raise DistfxError(f"no graph of {type(self.model).__name__} could be captured that holds for {shapes}")
 
     def _signature(self, training: bool, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """What must be the same on all ranks in each call, one fact a line."""

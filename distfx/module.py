@@ -65,8 +65,7 @@ class ParallelModule(nn.Module):
 
     def _layout(self, name: str, value: Tensor) -> Layout:
         """How a parameter is stored: as the first graph that was made decided."""
-        layouts = [c.stored[name] for c in self._engine.compiled.values() if name in c.stored]
-        return layouts[0] if layouts else Layout.replicated(value.dim())
+        return self._engine.stored.get(name) or Layout.replicated(value.dim())
 
     def _register(self, name: str, value: Any, *, persistent: bool) -> None:
         """Put a tensor where the original model has it, so that names and state dict keys are the same."""

@@ -103,15 +103,23 @@ def plan_of(
             counts[owner] = tuple(a + b for a, b in zip(before, sent, strict=True))
         if "bound" in node.meta:
             moves.setdefault(owner, []).append(str(node.meta["move"]))
+    known = {node.name for node in compiled.module.graph.nodes if "move" not in node.meta}
+    assert counts.keys() <= known, f"moves without an operator: {sorted(counts.keys() - known)}"
     rows = [
         _row(node, counts.get(node.name, (0, 0, 0, 0)), moves.get(node.name, ()))
         for node in compiled.module.graph.nodes
-        if "move" not in node.meta and (node.op == "call_function" or (node.op == "placeholder" and node.name in moves))
+        if (node.op == "call_function" and not _is_bookkeeping(node))
+        or (node.op == "placeholder" and node.name in moves)
     ]
     nbytes = {str(node.target): _nbytes(node) for node in bound.module.graph.find_nodes(op="get_attr")}
     rows += [_bucket_row(bucket, nbytes) for bucket in buckets if bucket.segment.size > 1]
     sizes = tuple((str(symbol), value) for symbol, value in bound.values.items())
     return Plan(repr(grid), grid.rank, compiled.capture.training, sizes, tuple(rows))
+
+
+def _is_bookkeeping(node: Node) -> bool:
+    """Moves, which stand in their operators' rows, and counters such as a batch norm's."""
+    return "move" in node.meta or node.target is aten.add_.Tensor
 
 
 def _row(node: Node, counts: tuple[int, ...], moves: Sequence[str]) -> PlanRow:

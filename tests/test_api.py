@@ -367,3 +367,34 @@ def single() -> float:
 
 def test_one_rank() -> None:
     assert run(1, single) == [0.0]
+
+
+class Branching(nn.Module):
+    """Does something else for small images, and pools with a window that may begin outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.pool = nn.AvgPool2d(4, 3, 2, ceil_mode=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        if x.shape[2] > 20:
+            x = x * 2
+        return self.pool(x)
+
+
+def branching() -> tuple[float, int]:
+    net, plain = pair("h2", Branching)
+    net.float()
+    plain.float()
+    errors = []
+    for size in (24, 25, 26, 27, 14, 15, 24, 12):
+        x = torch.randn(2, 3, size, size + 1, generator=torch.Generator().manual_seed(size))
+        errors.append(relative(net(x), plain(x)))
+    return max(errors), len(net._engine.compiled[True])
+
+
+def test_models_that_branch_on_sizes_have_a_graph_for_each_case() -> None:
+    for error, graphs in run(2, branching):
+        assert error < 1e-5 and graphs > 2

@@ -8,7 +8,7 @@ bytes that this rank will send.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,6 @@ def match_inputs(
     specs: Sequence[InputSpec],
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
-    lower: Mapping[sympy.Symbol, int],
 ) -> Values:
     """The values of the symbols for inputs of these shapes; an error that says what does not fit."""
     values: Values = {}
@@ -68,10 +67,6 @@ def match_inputs(
                 if known != have:
                     raise DistfxError(
                         f"input {spec.name} has {size} = {have} in dim {dim}, but another input has {known}"
-                    )
-                if have < lower.get(size, 0):
-                    raise DistfxError(
-                        f"input {spec.name} has {size} = {have} in dim {dim}; the model works from {lower[size]} on"
                     )
             elif isinstance(size, int) and size != have:
                 what = "channels" if dim == 1 else f"size in dim {dim}"

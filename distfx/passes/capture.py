@@ -8,6 +8,7 @@ nodes ``meta`` has ``shape`` (global, in the input's symbols), ``dtype``, ``path
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 import re
 import warnings
@@ -49,13 +50,19 @@ class Capture:
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     hints: dict[sympy.Symbol, int]
-    lower: dict[sympy.Symbol, int]
+    guards: tuple[sympy.Expr, ...]
+    """What the graph takes for granted of the sizes: where the model branched on them, or an operator did."""
     training: bool
     mutated: frozenset[str]
 
     @property
     def graph(self) -> Graph:
         return self.module.graph
+
+    def holds(self, values: Mapping[sympy.Symbol, int]) -> bool:
+        """Whether the graph is right for these sizes. (A batch of one counts as two: so it was captured.)"""
+        numbers = {s: sympy.Integer(max(2, v) if str(s).startswith("N") else v) for s, v in values.items()}
+        return all(guard.xreplace(numbers) != sympy.false for guard in self.guards)
 
 
 # ------------------------------------------------------------------------------------------- example inputs
@@ -118,8 +125,7 @@ def capture(
         names = list(_parameters(model))
         shapes = {name: pytree.tree_map(dims, v) for name, v in zip(names, examples, strict=False)}
         shapes |= {name: pytree.tree_map(dims, v) for name, v in keywords.items()}
-    with _mode(model, training), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _mode(model, training), _silence():
         try:
             program = torch.export.export(model, examples, keywords, dynamic_shapes=shapes, strict=False)
         except Exception as error:
@@ -128,6 +134,20 @@ def capture(
     result = _normalise(module, program, training)
     result.module.graph.lint()
     return result
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """A capture that fails is reported by the error alone."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _parameters(model: nn.Module) -> list[str]:
@@ -151,7 +171,7 @@ _NAMES = {1: "N", 2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
     old = module.graph
     rename = _rename_symbols(old)
-    hints, lower = _symbol_ranges(old, program, rename)
+    hints = _hints(old, rename)
     graph = Graph()
     values: dict[Node, Any] = {}
     inputs: list[InputSpec] = []
@@ -202,7 +222,9 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
     made.graph.eliminate_dead_code(_is_impure)
     made.recompile()
     spec = program.call_spec
-    return Capture(made, tuple(inputs), spec.in_spec, spec.out_spec, hints, lower, training, frozenset(mutated))
+    return Capture(
+        made, tuple(inputs), spec.in_spec, spec.out_spec, hints, _guards(old, rename), training, frozenset(mutated)
+    )
 
 
 def _is_impure(node: Node) -> bool:
@@ -237,24 +259,26 @@ def _rename_symbols(graph: Graph) -> dict[sympy.Symbol, sympy.Symbol]:
     return rename
 
 
-def _symbol_ranges(
-    graph: Graph, program: Any, rename: Mapping[sympy.Symbol, sympy.Symbol]
-) -> tuple[dict[sympy.Symbol, int], dict[sympy.Symbol, int]]:
-    """For each symbol its value in the example, and the least value the capture holds for."""
+def _hints(graph: Graph, rename: Mapping[sympy.Symbol, sympy.Symbol]) -> dict[sympy.Symbol, int]:
+    """For each symbol its value in the example."""
     hints: dict[sympy.Symbol, int] = {}
-    for node in graph.nodes:
+    for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, torch.Tensor):
-            for size in value.shape:
-                symbol = size_of(size)
-                if isinstance(symbol, sympy.Symbol):
-                    hints[rename[symbol]] = int(size.node.hint)  # type: ignore[attr-defined]
-    lower = {}
-    for symbol, interval in program.range_constraints.items():
-        least = int(interval.lower) if interval.lower.is_number else 1
-        if symbol in rename and least > 2:  # 2 is only export's way not to fix a size of one
-            lower[rename[symbol]] = least
-    return hints, lower
+        for size in value.shape if isinstance(value, torch.Tensor) else ():
+            symbol = size_of(size)
+            if isinstance(symbol, sympy.Symbol):
+                hints[rename[symbol]] = int(size.node.hint)  # type: ignore[attr-defined]
+    return hints
+
+
+def _guards(graph: Graph, rename: Mapping[sympy.Symbol, sympy.Symbol]) -> tuple[sympy.Expr, ...]:
+    """The guards of the capture that speak of the input's sizes, from the shape environment of its fake tensors."""
+    for node in graph.find_nodes(op="placeholder"):
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None and mode.shape_env is not None:
+            guards = (guard.expr.xreplace(dict(rename)) for guard in mode.shape_env.guards)
+            return tuple(guard for guard in guards if guard.free_symbols and guard.free_symbols <= set(rename.values()))
+    return ()
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')

@@ -81,8 +81,9 @@ class _Inserter:
 
     def own(self, owner: Node) -> None:
         """The moves made since the last call belong to ``owner``: the operator they serve or whose result they move."""
+        name = owner.meta.get("owner", owner.name)  # a move belongs to whom the one before it does
         for node in self.unowned:
-            node.meta |= {"owner": owner.name, **{key: owner.meta.get(key) for key in ("path", "source")}}
+            node.meta |= {"owner": name, **{key: owner.meta.get(key) for key in ("path", "source")}}
         self.unowned.clear()
 
     def move(self, value: Node, move: Move) -> Node:

@@ -90,10 +90,10 @@ def conv_transpose(
         x, weight, None, list(stride), pads, list(dilation), transposed=True, output_padding=extra, groups=groups
     )
     for dim, first, length in cuts:
-        missing = first + length - result.shape[dim]
-        if missing > 0:
-            result = F.pad(result, [0, 0] * (result.dim() - 1 - dim) + [0, missing])
-        result = result.narrow(dim, first, length)
+        before, after = max(0, -first), max(0, first + length - result.shape[dim])
+        if before or after:
+            result = F.pad(result, [0, 0] * (result.dim() - 1 - dim) + [before, after])
+        result = result.narrow(dim, max(0, first), length)
     return result if bias is None else add_bias(result, bias, dim=1)
 
 

@@ -38,9 +38,9 @@ class Refresh:
         take = self.move.backward
         sent = half.sent_bytes(buffer.element_size())
         ledger.record(self.node, self.__name__, half.axes, "forward", sent, half.messages)
-        with torch.no_grad():
-            part = start(take, buffer, self.segment).wait()
-            buffer.copy_(start(half, part, self.segment).wait())
+        whole = buffer.data  # not counted as a change: backward may have saved slices, whose values stay
+        part = start(take, whole, self.segment).wait()
+        whole.copy_(start(half, part, self.segment).wait())
 
 
 def _bucket(gradients: Gradients, index: int) -> tuple[Tensor, ...]:
