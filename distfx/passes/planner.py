@@ -75,6 +75,8 @@ class Decisions:
     layouts: dict[Node, Layout] = field(default_factory=dict)
     usable: set[str] = field(default_factory=set)
     """The axes that some operator can use."""
+    trained: set[Node] = field(default_factory=set)
+    """The nodes that have a gradient, if the inputs have none."""
 
     @property
     def whole(self) -> list[Node]:
@@ -246,11 +248,14 @@ def decide(
         elif node.op == "get_attr":
             shape = node.meta["shape"]
             plan.layouts[node] = stored.get(str(node.target)) or Layout.replicated(len(shape))
+            plan.trained.add(node)
         elif node.op == "call_function":
             pin = _pin(node, pins, matched)
             decision = _decide_node(node, plan, sizes, hints, pin, stored)
             plan.nodes[node] = decision
             plan.layouts[node] = decision.result
+            if any(operand in plan.trained for operand in node.all_input_nodes):
+                plan.trained.add(node)
             for operand, need in decision.needs:
                 free = operand.op == "get_attr" and str(operand.target) not in stored
                 if free and need.split_axes and not plan.layouts[operand].split_axes:
@@ -314,7 +319,7 @@ def _decide_node(
         plan.usable |= {axis for group in axes.values() for axis in group}
         needs, raw = projected
         decision = Decision(_named(name, axes) if spec.row.anchor else "", axes, needs, raw, _settle(spec, raw), spec)
-        cost = _cost(decision, layouts, sizes, hints, stored)
+        cost = _cost(decision, plan, sizes, hints, stored)
         if best is None or cost < best[0]:
             best = (cost, decision)
     return best[1] if best else _whole(node, layouts)
@@ -355,7 +360,7 @@ def _whole(node: Node, layouts: Mapping[Node, Layout]) -> Decision:
 
 def _cost(
     decision: Decision,
-    layouts: Mapping[Node, Layout],
+    plan: Decisions,
     sizes: Mapping[str, int],
     hints: Mapping[sympy.Symbol, int],
     stored: Mapping[str, Layout],
@@ -373,8 +378,8 @@ def _cost(
             sent += 2 * (over - 1) / over * local
             continue
         border = decision.border() if number == 0 else None
-        chain = route(layouts[operand], need, shape, border)
-        sent += estimate(chain, layouts[operand], shape, sizes)
+        chain = route(plan.layouts[operand], need, shape, border)
+        sent += estimate(chain, plan.layouts[operand], shape, sizes, backward=operand in plan.trained)
         moves += len(chain)
     shape = evaluate_shape(spec.node.meta["shape"], hints)
     if decision.raw.partial:

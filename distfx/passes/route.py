@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distfx.layout import Layout, Split
+from distfx.layout import Layout
 from distfx.moves import AllGather, AllReduce, AllToAll, Exchange, Fan, Mask, Move, ReduceScatter, Slice
 from distfx.symbolic import Size
 
@@ -104,32 +104,32 @@ def route(source: Layout, target: Layout, shape: Sequence[Size], border: Border 
     return tuple(moves)
 
 
-def estimate(moves: Sequence[Move], layout: Layout, shape: Sequence[int], sizes: Mapping[str, int]) -> float:
-    """About how many elements a rank sends for ``moves``, forward and backward."""
+def estimate(
+    moves: Sequence[Move], layout: Layout, shape: Sequence[int], sizes: Mapping[str, int], *, backward: bool = True
+) -> float:
+    """About how many elements a rank sends for ``moves``, forward and, if there is a gradient, backward."""
     total = 0.0
     for move in moves:
-        parts = math.prod(sizes[axis] for axis in layout.split_axes)
-        local = math.prod(shape) / parts
+        local = math.prod(shape) / math.prod(sizes[axis] for axis in layout.split_axes)
         p = math.prod(sizes[axis] for axis in move.axes)
+        there, back = 0.0, 0.0
         match move:
-            case AllGather(to="varying"):
-                total += 2 * (p - 1) * local
             case AllGather():
-                total += (p - 1) * local
+                there = (p - 1) * local
+                back = there if move.to == "varying" else 0.0
             case ReduceScatter() | AllToAll():
-                total += 2 * (p - 1) / p * local
-            case AllReduce(to="varying"):
-                total += 4 * (p - 1) / p * local
-            case AllReduce() | Fan():
-                total += 2 * (p - 1) / p * local
+                there = back = (p - 1) / p * local
+            case AllReduce():
+                there = 2 * (p - 1) / p * local
+                back = there if move.to == "varying" else 0.0
+            case Fan():
+                back = 2 * (p - 1) / p * local
             case Slice(of="replicated"):
-                total += (p - 1) / p * local
-            case Exchange(target=Split(window=None)):
-                total += 2 * local
+                back = (p - 1) / p * local
             case Exchange():
                 window = move.target.window
-                assert window is not None
-                width = max(0, window.lo) + max(0, window.hi)
-                total += 2 * min(1.0, width / max(1, shape[move.dim])) * local * p
+                width = shape[move.dim] / p if window is None else max(0, window.lo) + max(0, window.hi)
+                there = back = min(1.0, width * p / max(1, shape[move.dim])) * local
+        total += there + (back if backward else 0.0)
         layout = move.result(layout)
     return total
