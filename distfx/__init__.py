@@ -5,7 +5,14 @@
 """
 
 from distfx.api import explain, parallelize, plan
-from distfx.errors import CaptureError, DistfxError, FallbackWarning, RankMismatchError
+from distfx.errors import (
+    CaptureError,
+    CommunicationError,
+    DistfxError,
+    FallbackWarning,
+    NonFiniteError,
+    RankMismatchError,
+)
 from distfx.grid import Grid
 from distfx.layout import Layout
 from distfx.ledger import Ledger, record_comm
@@ -16,11 +23,13 @@ from distfx.runtime.launch import init
 __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
+    "CommunicationError",
     "DistfxError",
     "FallbackWarning",
     "Grid",
     "Layout",
     "Ledger",
+    "NonFiniteError",
     "ParallelModule",
     "Plan",
     "PlanRow",

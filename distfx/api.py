@@ -32,6 +32,7 @@ def parallelize(
     strategy: Strategy = "auto",
     outputs: str = "global",
     strict: bool = False,
+    check: bool = False,
 ) -> ParallelModule:
     """Distribute an unmodified model over a grid. The result is called like the model and gives the same numbers.
 
@@ -44,6 +45,10 @@ def parallelize(
             from module paths (globs) to these.
         outputs: ``"global"``: whole, the same on all ranks; ``"local"``: this rank's part (``net.output_slices``).
         strict: raise instead of warn where an operator has no rule and would run whole on every rank.
+        check: look at every value of each forward pass (inputs, parameters, buffers, results of operators and moves)
+            and raise :class:`NonFiniteError` on all ranks, naming the first node with nan or inf on any of them. To
+            find a fault: it is slow. Operators that are told to write infinities (masks) may; backward is not looked
+            at, a parameter that it has spoilt is found by the next forward pass.
     """
     if not isinstance(model, nn.Module):
         raise DistfxError(f"parallelize takes a torch.nn.Module, not {type(model).__name__}")
@@ -54,7 +59,7 @@ def parallelize(
     pins = _pins(strategy)
     example = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
     whole = tuple(example) if example is not None else None
-    return ParallelModule(Engine(model, _factored(Grid.of(grid), pins), whole, pins, outputs, strict))
+    return ParallelModule(Engine(model, _factored(Grid.of(grid), pins), whole, pins, outputs, strict, check))
 
 
 def plan(

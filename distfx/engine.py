@@ -6,19 +6,21 @@ and the graph of every compilation.
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
 from distfx import ops
-from distfx.errors import CaptureError, DistfxError, FallbackWarning
+from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError
 from distfx.grid import Grid
 from distfx.layout import Layout
 from distfx.passes.bind import Values, bind, match_inputs
@@ -28,6 +30,8 @@ from distfx.passes.planner import Pins
 from distfx.plan import Plan
 from distfx.predict import gradient_buckets, plan_of
 from distfx.runtime.agree import agree, agree_on_outcome
+from distfx.runtime.check import Checked
+from distfx.runtime.failure import During
 from distfx.runtime.link import link
 from distfx.runtime.parameters import Bucket
 
@@ -47,13 +51,24 @@ class Engine:
     """Everything about a parallel module but its parameters."""
 
     def __init__(
-        self, model: nn.Module, grid: Grid, example: tuple[Any, ...] | None, pins: Pins, outputs: str, strict: bool
+        self,
+        model: nn.Module,
+        grid: Grid,
+        example: tuple[Any, ...] | None,
+        pins: Pins,
+        outputs: str,
+        strict: bool,
+        check: bool = False,
     ) -> None:
         self.model, self.grid, self.example = model, grid, example
-        self.pins, self.outputs, self.strict = pins, outputs, strict
+        self.pins, self.outputs, self.strict, self.check = pins, outputs, strict, check
         self.compiled: dict[bool, list[Compiled]] = {True: [], False: []}
         """For each mode its graph; more than one where the model or an operator branches on sizes."""
         self.agreed = {True: 0, False: 0}
+        self.ones: dict[tuple[bool, int, frozenset[Any]], bool] = {}
+        """Whether a graph is right where these of its sizes are one."""
+        self.inferred = False
+        """Whether the example was guessed from a linear layer, whose input may have any rank."""
         self.latest: dict[bool, int] = {True: 0, False: 0}
         self.prepared: dict[Any, tuple[int, Runnable, list[bool]]] = {}
         """For each kind of call the number of its graph, what to run, and which inputs come as parts."""
@@ -107,9 +122,9 @@ class Engine:
             compiled = self.compile(training, args, kwargs, another=another)
         except Exception as error:
             problem = error
-        agree_on_outcome(self.grid, problem)
+        agree_on_outcome(self.grid.size, problem)
         if compiled is not None:
-            agree(self.grid, "models", self._fingerprint(compiled))
+            agree(self.grid.size, "models", self._fingerprint(compiled))
             self.agreed[training] += 1
             if compiled.decisions.whole and self.grid.rank == 0:
                 warnings.warn(_fallback_text(compiled), FallbackWarning, stacklevel=6)
@@ -121,6 +136,7 @@ class Engine:
         """Capture a mode with the user's example, the arguments of this call, or what the first layer tells."""
         batch = max(2, 2 * self.grid.axes.get("n", 1))
         example = args if follow or self.example is None else self.example
+        batch = 0 if follow and any(known is False for known in self.ones.values()) else batch
         if example is not None:
             like = self._like()
             return capture(
@@ -135,7 +151,7 @@ class Engine:
                 captured = capture(self.model, attempt, training=training, batch=batch)
             except CaptureError:
                 continue
-            self.example = attempt
+            self.example, self.inferred = attempt, len(attempt[0].shape) == 2
             return captured
         return None
 
@@ -155,8 +171,12 @@ class Engine:
         return example
 
     def _fingerprint(self, compiled: Compiled) -> str:
-        """What must be the same on all ranks, one fact a line: versions, grid, parameters, graph."""
-        lines = [f"torch {torch.__version__}", f"{self.grid} of {self.grid.size} ranks", f"outputs={self.outputs!r}"]
+        """What must be the same on all ranks, one fact a line: versions, grid, options, parameters, graph."""
+        from distfx import __version__
+
+        lines = [f"distfx {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
+        lines += [f"{self.grid} of {self.grid.size} ranks", f"outputs={self.outputs!r}"]
+        lines += [f"check={self.check}", f"strategy={dict(self.pins)}"]
         lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in self.model.state_dict().items()]
         lines += [f"{name} requires_grad={p.requires_grad}" for name, p in self.model.named_parameters()]
         lines += [f"{node.format_node()} {node.meta.get('layout')}" for node in compiled.module.graph.nodes]
@@ -187,7 +207,7 @@ class Engine:
         ``ready`` gives the parameters and buffers; it is called once the graph is known.
         """
         key = self._signature(training, tensors)
-        agree(self.grid, "inputs", "\n".join(key))
+        agree(self.grid.size, "inputs", "\n".join(key))
         self.compile_together(training, args, kwargs)
         parameters = ready(self.compiled[training][0])
         parts = tuple(tuple(t.to_local().shape) for t in tensors if isinstance(t, DTensor))
@@ -219,20 +239,56 @@ class Engine:
     ) -> tuple[int, list[InputSpec], Values]:
         """The number of the graph that is right for these inputs, made now if there is none yet."""
         shapes, dtypes = [tuple(t.shape) for t in tensors], [t.dtype for t in tensors]
+        problem: SizeError | None = None
         for attempt in range(2):
             for number, compiled in enumerate(self.compiled[training]):
                 specs = _retyped(compiled, ready(compiled))
-                values = match_inputs(specs, shapes, dtypes)
+                try:
+                    values = match_inputs(specs, shapes, dtypes, any_rank=self.inferred)
+                except SizeError as error:  # another graph may fit
+                    problem = problem or error
+                    continue
                 self._check_batch(specs, tensors)
-                if compiled.capture.holds(values):
+                if compiled.capture.holds(values) and self._holds_for_ones(training, number, values, args, kwargs):
                     return number, specs, values
             if attempt == 0:  # the model, or an operator, does something else for such sizes
                 try:
                     self.compile_together(training, args, kwargs, another=True)
                 except CaptureError:
+                    if problem is not None:
+                        raise problem from None
                     bind(self.compiled[training][0].module, values, self.grid.at(self.grid.rank))  # names the layer
                     raise
         raise DistfxError(f"no graph of {type(self.model).__name__} could be captured that holds for {shapes}")
+
+    def _holds_for_ones(
+        self, training: bool, number: int, values: Values, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """Whether a graph is right where sizes are one: export takes for granted that a symbolic size is not.
+
+        Found out once for each set of such sizes, by a capture at just these: it must make the same calls.
+        """
+        ones = frozenset(symbol for symbol, value in values.items() if value == 1)
+        known = self.ones.get((training, number, ones))
+        if not ones or known is not None:
+            return known is not False
+        like = self._like()
+        example = pytree.tree_map(like, tuple(args)), pytree.tree_map(like, dict(kwargs))
+        same = self.compiled[training][number].capture.same_calls(
+            capture(self.model, *example, training=training, batch=0), values
+        )
+        self.ones[training, number, ones] = same
+        return same
+
+    def draw_seed(self, compiled: Compiled) -> int:
+        """The seed of a pass with random operators: rank 0's. Nothing is drawn or sent for others."""
+        if not compiled.random:
+            return 0
+        seed = torch.randint(2**62, (1,))
+        if self.grid.size > 1:
+            with During("broadcast of the seed of random operators"):
+                dist.broadcast(seed, src=0)
+        return int(seed)
 
     def _signature(self, training: bool, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """What must be the same on all ranks in each call, one fact a line."""
@@ -267,7 +323,8 @@ class Engine:
         trained = {name: tensor.requires_grad for name, tensor in parameters.items()}
         buckets = gradient_buckets(bound, trained, self.grid)
         plan = plan_of(compiled, bound, self.grid, inputs, trained, buckets)
-        return Runnable(link(bound.module, self.grid, buckets), buckets, plan)
+        linked = link(bound.module, self.grid, buckets)
+        return Runnable(Checked(linked, self.grid) if self.check else linked, buckets, plan)
 
     # --------------------------------------------------------------------------------------------------- inputs
 

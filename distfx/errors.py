@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CaptureError", "DistfxError", "FallbackWarning", "RankMismatchError"]
+__all__ = ["CaptureError", "DistfxError", "FallbackWarning", "RankMismatchError", "SizeError"]
 
 
 class DistfxError(ValueError):
@@ -13,8 +13,20 @@ class CaptureError(DistfxError):
     """The model could not be turned into a graph."""
 
 
+class SizeError(DistfxError):
+    """An input has a size for which the graph at hand does not hold."""
+
+
 class RankMismatchError(DistfxError):
     """The ranks were given different things (models, grids, input shapes)."""
+
+
+class CommunicationError(RuntimeError):
+    """A message did not arrive: another rank has died, hangs, or failed. Says in which layer, and which ranks."""
+
+
+class NonFiniteError(ArithmeticError):
+    """With ``parallelize(..., check=True)``: a layer gave nan or inf; raised on every rank alike."""
 
 
 class FallbackWarning(UserWarning):

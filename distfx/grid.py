@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distfx.errors import DistfxError
 from distfx.layout import Coords
+from distfx.runtime.agree import agree
+from distfx.runtime.failure import During
 from distfx.runtime.launch import init
 
 __all__ = ["Grid", "GridLike", "Segment", "forget"]
@@ -83,6 +85,7 @@ class Grid:
     ) -> None:
         sizes = _sizes(n, c, d, h, w)
         launch = init()
+        agree(launch.world, "grids", _text(sizes))
         self._setup(_infer(sizes, launch.world), launch.rank, launch.device.type)
         self._check_world(launch.world)
 
@@ -155,6 +158,7 @@ class Grid:
                 f"the DeviceMesh must have its dims in the order {order} and its ranks in row-major order"
             )
         launch = init()
+        agree(launch.world, "grids", _text(dict(zip(names, mesh.mesh.shape, strict=True))))
         grid = cls._make(dict(zip(names, mesh.mesh.shape, strict=True)), launch.rank, mesh.device_type)
         grid._check_world(launch.world)
         _meshes[grid._key()] = mesh
@@ -267,14 +271,16 @@ class Grid:
         """The process group of a segment: one for each rank set, whatever axes lead to it, warmed by one collective."""
         mine = frozenset(self.members(axes))
         if mine not in _groups:
-            if len(axes) == 1:
-                _groups[mine] = self.mesh.get_group(axes[0])
-            elif self.size == len(mine):
-                _groups[mine] = dist.group.WORLD
-            else:
-                made = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in self._partition(axes)])[0]
-                _groups[mine] = made
-            dist.all_reduce(torch.zeros(1, device=self.device_type), group=_groups[mine])
+            with During(f"making the process groups along {','.join(axes)}"):
+                made: Any
+                if len(axes) == 1:
+                    made = self.mesh.get_group(axes[0])
+                elif self.size == len(mine):
+                    made = dist.group.WORLD
+                else:
+                    made = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in self._partition(axes)])[0]
+                dist.all_reduce(torch.zeros(1, device=self.device_type), group=made)
+            _groups[mine] = made
         return _groups[mine]
 
     def _partition(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
@@ -306,6 +312,10 @@ def _sizes(n: int, c: int | tuple[int, int], d: int, h: int, w: int) -> dict[str
     if list(flat.values()).count(-1) > 1:
         raise DistfxError("only one size of a grid may be -1")
     return flat
+
+
+def _text(sizes: Mapping[str, int]) -> str:
+    return f"Grid({', '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1)})"
 
 
 def _infer(sizes: dict[str, int], world: int) -> dict[str, int]:

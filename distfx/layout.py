@@ -68,10 +68,10 @@ class Window:
     (-3, 10)
     """
 
-    lo: int = 0
-    hi: int = 0
-    mul: int = 1
-    div: int = 1
+    lo: Size = 0
+    hi: Size = 0
+    mul: Size = 1
+    div: Size = 1
 
     def need(self, a: Size, b: Size) -> tuple[Size, Size]:
         """What the output block ``[a, b)`` needs; nothing for an empty block."""
@@ -86,7 +86,10 @@ class Window:
         return self == Window()
 
     def __str__(self) -> str:
-        def term(name: str, shift: int) -> str:
+        if not all(isinstance(size, int) for size in (self.lo, self.hi, self.mul, self.div)):
+            return ";".join(str(size).replace(" ", "") for size in (self.lo, self.hi, self.mul, self.div))
+
+        def term(name: str, shift: Size) -> str:
             return f"{self.mul if self.mul != 1 else ''}{name}{f'{shift:+d}' if shift else ''}"
 
         text = f"{term('a', -self.lo)}:{term('b', self.hi)}"
@@ -98,6 +101,8 @@ class Window:
     @classmethod
     def parse(cls, text: str) -> Window:
         """The inverse of ``str``."""
+        if ";" in text:
+            return cls(*(parse_size(size) for size in text.split(";")))
         match = re.fullmatch(r"\(?(\d*)a([+-]\d+)?:(\d*)b([+-]\d+)?\)?(?:/(\d+))?", text)
         if match is None or match[1] != match[3]:
             raise ValueError(f"not a window: {text!r}; write it like '2a-3:2b+2'")

@@ -30,10 +30,14 @@ class ParallelModule(nn.Module):
     _slots: dict[str, tuple[dict[str, Any], str]]
     """Where each parameter, buffer and constant lies: ``.to()`` and optimizers may replace them."""
 
+    _aliases: dict[str, list[str]]
+    """For each name all names of the same tensor."""
+
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self._engine = engine
         self._slots = {}
+        self._aliases = {}
         self.training = engine.model.training
         compiled = engine.compile_together(self.training)
         if compiled is not None:
@@ -47,8 +51,15 @@ class ParallelModule(nn.Module):
             model, grid = self._engine.model, self.grid
             made: dict[int, Any] = {}
             persistent = set(model.state_dict(keep_vars=True))
+            for path, _ in model.named_modules(remove_duplicate=False):
+                self._owner(path.split(".") if path else [])
             parameters = model.named_parameters(remove_duplicate=False)
-            for name, value in [*parameters, *model.named_buffers(remove_duplicate=False)]:
+            entries = [*parameters, *model.named_buffers(remove_duplicate=False)]
+            names: dict[int, list[str]] = {}
+            for name, value in entries:
+                self._aliases[name] = names.setdefault(id(value), [])
+                names[id(value)].append(name)
+            for name, value in entries:
                 if id(value) not in made:
                     shard: Any = distribute(value, self._layout(name, value), grid, broadcast=True)
                     if isinstance(value, nn.Parameter):
@@ -59,23 +70,30 @@ class ParallelModule(nn.Module):
         for node in constants:  # made in forward, and no part of the state
             name = str(node.target)
             value = compiled.capture.module.get_buffer(name)
-            own = {name: distribute(value, Layout.replicated(value.dim()), self.grid, broadcast=False)}
+            own = {name: distribute(value, self._layout(name, value), self.grid, broadcast=False)}
             self._slots[name] = (own, name)
         return {name: owner[leaf] for name, (owner, leaf) in self._slots.items()}
 
     def _layout(self, name: str, value: Tensor) -> Layout:
         """How a parameter is stored: as the first graph that was made decided."""
-        return self._engine.stored.get(name) or Layout.replicated(value.dim())
+        stored = self._engine.stored
+        known = [alias for alias in self._aliases.get(name, [name]) if alias in stored]
+        return stored[known[0]] if known else Layout.replicated(value.dim())
 
-    def _register(self, name: str, value: Any, *, persistent: bool) -> None:
-        """Put a tensor where the original model has it, so that names and state dict keys are the same."""
-        *path, leaf = name.split(".")
+    def _owner(self, path: Sequence[str]) -> nn.Module:
+        """The module at ``path``, made where it is not there yet."""
         owner: nn.Module = self
         for part in path:
             child = owner._modules.get(part)
             if child is None:
                 child = owner._modules[part] = nn.Module()
             owner = child
+        return owner
+
+    def _register(self, name: str, value: Any, *, persistent: bool) -> None:
+        """Put a tensor where the original model has it, so that names and state dict keys are the same."""
+        *path, leaf = name.split(".")
+        owner = self._owner(path)
         store: dict[str, Any] = owner._parameters if isinstance(value, nn.Parameter) else owner._buffers
         store[leaf] = value
         if not isinstance(value, nn.Parameter) and not persistent:
@@ -88,7 +106,8 @@ class ParallelModule(nn.Module):
         """As the model's own: plain tensors are global, the same on all ranks; DTensors are sharded already."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         compiled, runnable, inputs = self._engine.prepare(self.training, args, kwargs, tensors, self._adopt)
-        gradients = Gradients({name: owner[leaf] for name, (owner, leaf) in self._slots.items()}, runnable.buckets)
+        tensors_now = {name: owner[leaf] for name, (owner, leaf) in self._slots.items()}
+        gradients = Gradients(tensors_now, runnable.buckets, self._engine.draw_seed(compiled))
         results = runnable.run(gradients, *inputs)
         return pytree.tree_unflatten(list(results), compiled.capture.out_spec)
 

@@ -13,7 +13,7 @@ from typing import Any
 from distfx.layout import Coords, Split
 from distfx.symbolic import Size, show
 
-__all__ = ["LocalSize", "LocalStart", "inserted"]
+__all__ = ["LocalPart", "LocalSize", "LocalStart", "inserted"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,23 @@ class LocalStart(LocalSize):
         return f"start({super().__repr__()})"
 
 
+@dataclass(frozen=True)
+class LocalPart:
+    """The number of this rank's part among those that ``axes`` make, as an argument in a graph: ``part(n,c)``."""
+
+    axes: tuple[str, ...]
+
+    def at(self, coords: Coords) -> Size:
+        number: Size = 0
+        for axis in self.axes:
+            index, size = coords[axis]
+            number = number * size + index
+        return number
+
+    def __repr__(self) -> str:
+        return f"part({','.join(self.axes)})"
+
+
 def _symbolic(name: str, doc: str) -> Callable[..., Any]:
     def op(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"distfx.ops.{name} is symbolic: call the parallel module, which binds the graph to a shape")
@@ -66,6 +83,10 @@ add_bias = _symbolic("add_bias", "Add a bias along dim 1, once, after the sum ov
 batch_norm = _symbolic("batch_norm", "Batch norm in training, with the statistics of the whole batch.")
 conv_transpose = _symbolic("conv_transpose", "The block of a transposed convolution's output that starts at `start`.")
 avg_pool = _symbolic("avg_pool", "The block of an average pooling's output, dividing by global window counts.")
+norm = _symbolic("norm", "Standardise with statistics of the whole tensor, scale and shift.")
+dropout = _symbolic("dropout", "Dropout: equal parts of the mask are drawn alike, others independently.")
+resample = _symbolic("resample", "The block of an interpolation's output that starts at `start`.")
+add_blocks = _symbolic("add_blocks", "A concatenation along a split dim: parts that are zero elsewhere, added.")
 mean = _symbolic("mean", "A sum divided by the global count: over a split dim a partial sum of the mean.")
 
 

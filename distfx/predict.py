@@ -47,16 +47,27 @@ def _counts(node: Node, has_gradient: Mapping[Node, bool], grid: Grid) -> tuple[
         if not back:
             return forward.sent_bytes(size), 0, forward.messages, 0
         return forward.sent_bytes(size), backward.sent_bytes(size), forward.messages, backward.messages
-    if node.target is not ops.batch_norm:
+    if node.target not in (ops.batch_norm, ops.norm):
         return None
     x = node.all_input_nodes[0]
     axes: Any = node.kwargs["axis"]
     ranks = len(grid.members(tuple(axes)))
-    values = x.meta["local"][1] * max(4, node.meta["dtype"].itemsize)
+    values = _statistics(node, x.meta["local"]) * max(4, node.meta["dtype"].itemsize)
+    if ranks == 1:
+        return None
     sent, messages = ledger.allreduce_bytes(values, ranks), ledger.allreduce_messages(ranks)
     if not has_gradient[x]:
         return 2 * sent, 0, 2 * messages, 0
     return 2 * sent, ledger.allreduce_bytes(2 * values, ranks), 2 * messages, messages
+
+
+def _statistics(node: Node, local: tuple[int, ...]) -> int:
+    """How many values of each kind a norm computes: one for a channel, a sample and group, or a position."""
+    if node.target is ops.batch_norm:
+        return local[1]
+    dims: Any = node.kwargs["dims"]
+    groups: Any = node.kwargs.get("groups")
+    return int(math.prod(groups if groups and i == 1 else size for i, size in enumerate(local) if i not in dims))
 
 
 def _in_order_of_use(bound: Bound) -> list[Node]:

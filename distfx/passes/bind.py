@@ -17,10 +17,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from distfx.errors import DistfxError
-from distfx.layout import Layout
+from distfx.errors import DistfxError, SizeError
+from distfx.layout import Layout, Split, Window
 from distfx.moves import Exchange, Move
-from distfx.ops import LocalSize
+from distfx.ops import LocalPart, LocalSize
 from distfx.passes.capture import InputSpec, describe
 from distfx.symbolic import evaluate, evaluate_shape, show
 
@@ -44,15 +44,19 @@ def match_inputs(
     specs: Sequence[InputSpec],
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
+    any_rank: bool = False,
 ) -> Values:
-    """The values of the symbols for inputs of these shapes; an error that says what does not fit."""
+    """The values of the symbols for inputs of these shapes; an error that says what does not fit.
+
+    A ``SizeError`` where another capture may fit; with ``any_rank`` that includes inputs of another rank.
+    """
     values: Values = {}
     if len(specs) != len(shapes):
         raise DistfxError(f"the model takes {len(specs)} tensors, but was called with {len(shapes)}")
     for spec, shape, dtype in zip(specs, shapes, dtypes, strict=True):
         expected = f"({', '.join(map(show, spec.shape))})"
         if len(shape) != len(spec.shape):
-            raise DistfxError(
+            raise (SizeError if any_rank else DistfxError)(
                 f"input {spec.name} has {len(shape)} dims {shape}, but the model was captured with {len(spec.shape)}: "
                 f"{expected}. Give example_inputs with the rank you mean to use."
             )
@@ -65,12 +69,13 @@ def match_inputs(
             if isinstance(size, sympy.Symbol):
                 known = values.setdefault(size, have)
                 if known != have:
-                    raise DistfxError(
+                    raise SizeError(
                         f"input {spec.name} has {size} = {have} in dim {dim}, but another input has {known}"
                     )
             elif isinstance(size, int) and size != have:
                 what = "channels" if dim == 1 else f"size in dim {dim}"
-                raise DistfxError(f"input {spec.name} has {have} {what}, but the model takes {size}: {expected}")
+                kind = DistfxError if dim == 1 else SizeError
+                raise kind(f"input {spec.name} has {have} {what}, but the model takes {size}: {expected}")
     for spec, shape in zip(specs, shapes, strict=True):
         if (whole := evaluate_shape(spec.shape, values)) != shape:
             raise DistfxError(f"input {spec.name} has shape {shape}, where the model as captured needs {whole}")
@@ -86,7 +91,10 @@ def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str]
 
     def number(value: Any) -> Any:
         if isinstance(value, LocalSize):
-            return int(replace(value, extent=evaluate(value.extent, values)).at(coords))
+            numbered = replace(value, extent=evaluate(value.extent, values), split=_numbered(value.split, values))
+            return int(numbered.at(coords))
+        if isinstance(value, LocalPart):
+            return int(value.at(coords))
         return evaluate(value, values) if isinstance(value, sympy.Expr) else value
 
     for node in module.graph.nodes:
@@ -127,8 +135,12 @@ def _local(layout: Layout, shape: Sequence[int], grid: Grid, values: Values | No
     return tuple(int(size) for size in layout.local_shape(shape, grid.placement()))
 
 
-def _numbered(split: Any, values: Values) -> Any:
-    return replace(split, unit=evaluate(split.unit, values))
+def _numbered(split: Split, values: Values) -> Split:
+    """A split whose granule and window are numbers."""
+    window = split.window
+    if window is not None:
+        window = Window(*(evaluate(size, values) for size in (window.lo, window.hi, window.mul, window.div)))
+    return replace(split, unit=evaluate(split.unit, values), window=window)
 
 
 def _numbered_layout(layout: Layout, values: Values) -> Layout:
@@ -170,13 +182,13 @@ def _check(node: Node, new: Node, values: Values) -> None:
             raise DistfxError(f"{_sizes(values)}: {describe(node)} meets shapes {shapes}, which do not match") from None
     elif spec.row.name == "pad" and spec.mode in ("reflect", "circular"):
         source = evaluate_shape(spec.operands[0][0].meta["shape"], values)
-        for name, window in spec.windows.items():
-            dim = int(name[1:])
-            after = new.meta["shape"][dim] - source[dim] - window.lo
-            if max(window.lo, after) > source[dim] - (spec.mode == "reflect"):
+        for (_, name), window in spec.windows.items():
+            dim, before = int(name[1:]), evaluate(window.lo, values)
+            width = max(before, new.meta["shape"][dim] - source[dim] - before)
+            if width > source[dim] - (spec.mode == "reflect"):
                 raise DistfxError(
-                    f"{_sizes(values)}: {describe(node)} pads dim {dim} of extent {source[dim]} by "
-                    f"{max(window.lo, after)} in mode {spec.mode}, which is too much"
+                    f"{_sizes(values)}: {describe(node)} pads dim {dim} of extent {source[dim]} by {width} "
+                    f"in mode {spec.mode}, which is too much"
                 )
 
 

@@ -25,7 +25,7 @@ from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
 
 from distfx.errors import CaptureError
-from distfx.symbolic import Size, size_of
+from distfx.symbolic import Size, evaluate_shape, size_of
 
 __all__ = ["Capture", "InputSpec", "capture", "infer_inputs"]
 
@@ -59,6 +59,15 @@ class Capture:
     def graph(self) -> Graph:
         return self.module.graph
 
+    def same_calls(self, other: Capture, values: Mapping[sympy.Symbol, int]) -> bool:
+        """Whether ``other`` makes the same calls, with the same shapes, where the sizes are ``values``."""
+
+        def calls(capture: Capture) -> list[Any]:
+            nodes = [node for node in capture.graph.nodes if node.op == "call_function" and not node.meta.get("many")]
+            return [(node.target, evaluate_shape(node.meta.get("shape") or (), values)) for node in nodes]
+
+        return calls(self) == calls(other)
+
     def holds(self, values: Mapping[sympy.Symbol, int]) -> bool:
         """Whether the graph is right for these sizes. (A batch of one counts as two: so it was captured.)"""
         numbers = {s: sympy.Integer(max(2, v) if str(s).startswith("N") else v) for s, v in values.items()}
@@ -87,8 +96,8 @@ def infer_inputs(model: nn.Module, batch: int) -> Iterator[tuple[torch.Tensor, .
 
 
 def _enlarged(value: Any, batch: int) -> Any:
-    """An example with a batch of one is captured with more: export would fix a size of one for ever."""
-    if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == 1:
+    """An example with a batch of one is captured with more (if ``batch``): export would fix a size of one for ever."""
+    if batch and isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == 1:
         return torch.empty((batch, *value.shape[1:]), dtype=value.dtype, device=value.device)
     return value
 
@@ -112,7 +121,8 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
 def capture(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, training: bool, batch: int = 2
 ) -> Capture:
-    """Capture ``model`` in train or eval mode. The model is left as it was."""
+    """Capture ``model`` in train or eval mode. The model is left as it was. ``batch=0``: sizes of one stay one."""
+    _check_supported(model, training)
     examples = tuple(pytree.tree_map(lambda v: _enlarged(v, batch), tuple(args)))
     keywords = dict(pytree.tree_map(lambda v: _enlarged(v, batch), dict(kwargs or {})))
 
@@ -134,6 +144,16 @@ def capture(
     result = _normalise(module, program, training)
     result.module.graph.lint()
     return result
+
+
+def _check_supported(model: nn.Module, training: bool) -> None:
+    for path, module in model.named_modules():
+        cumulative = isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
+        if cumulative and training and module.training and module.track_running_stats:
+            raise CaptureError(
+                f"{path or 'the model'} is a {type(module).__name__} with momentum=None (a cumulative average), whose "
+                "factor depends on values at run time. Give it a number, such as momentum=0.1."
+            )
 
 
 @contextmanager
@@ -219,7 +239,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
             _canonical(graph, done)
             _name_after_module(done, node)
     made = GraphModule(module, graph)
-    made.graph.eliminate_dead_code(_is_impure)
+    made.graph.eliminate_dead_code(is_impure)
     made.recompile()
     spec = program.call_spec
     return Capture(
@@ -227,7 +247,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
     )
 
 
-def _is_impure(node: Node) -> bool:
+def is_impure(node: Node) -> bool:
     """What dead-code elimination must leave: inputs, outputs, writes into buffers, training batch norms."""
     if node.op in ("placeholder", "output"):
         return True
@@ -391,6 +411,8 @@ _RESHAPES = {
     aten._unsafe_view.default,
     aten.flatten.using_ints,
     aten.unflatten.int,
+    aten.view_as.default,
+    aten.reshape_as.default,
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
@@ -420,10 +442,106 @@ def _tuple(value: Any, rank: int) -> list[int]:
     return values * rank if len(values) == 1 else values
 
 
+_SPLITS = {
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.tensor_split.sections,
+    aten.tensor_split.indices,
+}
+
+
+def _part(node: Node) -> None:
+    """A part of a split is a slice; one of ``unbind`` is a selection."""
+    source, index = node.args
+    assert isinstance(source, Node) and isinstance(index, int)
+    x: Any = source.args[0]
+    dim: Any = arguments(source)["dim"]
+    rank = len(x.meta["shape"])
+    shapes = source.meta["shape"]
+    if source.target is aten.unbind.int:
+        node.target, node.args = aten.select.int, (x, dim % rank, index % len(shapes))
+        return
+    start = sum((shape[dim] for shape in shapes[: index % len(shapes)]), 0)
+    node.target, node.args = aten.slice.Tensor, (x, dim % rank, start, start + node.meta["shape"][dim])
+
+
+def _permutation(node: Node) -> list[int]:
+    """The order of dims that a transposition of any kind gives."""
+    rank = len(node.meta["shape"])
+    order = list(range(rank))
+    if node.target is aten.t.default:
+        return order[::-1]
+    if node.target is aten.movedim.int:
+        source, target = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+        order.insert(target, order.pop(source))
+        return order
+    a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+_TRANSPOSITIONS = {aten.transpose.int, aten.swapaxes.default, aten.swapdims.default, aten.t.default, aten.movedim.int}
+
+
+def _call(graph: Graph, like: Node, target: Any, args: tuple[Any, ...], shape: Sequence[Any]) -> Node:
+    """A new call before ``like``, with its place in the model."""
+    with graph.inserting_before(like):
+        node = graph.call_function(target, args)
+    node.meta = dict(like.meta) | {"shape": tuple(shape)}
+    return node
+
+
+def _shuffle(graph: Graph, node: Node) -> None:
+    """Pixel shuffle and its inverse are reshape, permute, reshape."""
+    x: Any = node.args[0]
+    r: Any = node.args[1]
+    up = node.target is aten.pixel_shuffle.default
+    small = x if up else node
+    *lead, c, h, w = small.meta["shape"]
+    rank, c = len(lead), c // (r * r)
+    if up:
+        split = [*lead, c, r, r, h, w]
+        order = [*range(rank), rank, rank + 3, rank + 1, rank + 4, rank + 2]
+        moved = [*lead, c, h, r, w, r]
+    else:
+        split = [*lead, c, h, r, w, r]
+        order = [*range(rank), rank, rank + 2, rank + 4, rank + 1, rank + 3]
+        moved = [*lead, c, r, r, h, w]
+    first = _call(graph, node, aten.reshape.default, (x, split), split)
+    second = _call(graph, node, aten.permute.default, (first, order), moved)
+    node.target, node.args = aten.reshape.default, (second, list(node.meta["shape"]))
+
+
+def _stacked(graph: Graph, node: Node) -> None:
+    """A stack is a concatenation of tensors with one more dim."""
+    operands: Any = node.args[0]
+    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    shape = list(node.meta["shape"])
+    dim %= len(shape)
+    one = [*shape[:dim], 1, *shape[dim + 1 :]]
+    node.args = ([_call(graph, node, aten.reshape.default, (x, one), one) for x in operands], dim)
+    node.target, node.kwargs = aten.cat.default, {}
+
+
 def _canonical(graph: Graph, node: Node) -> None:
-    """One operator for each idea: ``convolution`` for all convolutions, ``view`` for all reshapes."""
+    """One operator for each idea: ``convolution`` for all convolutions, ``reshape`` for all views, and so on."""
     target = node.target
-    if target in _CONVOLUTIONS or target in _TRANSPOSED:
+    source = node.args[0] if node.args else None
+    if target is operator.getitem and isinstance(source, Node) and source.target in (*_SPLITS, aten.unbind.int):
+        _part(node)
+    elif target in _TRANSPOSITIONS:
+        node.args, node.target = (source, _permutation(node)), aten.permute.default
+    elif target in (aten.expand.default, aten.expand_as.default):
+        node.args, node.kwargs, node.target = (source, list(node.meta["shape"])), {}, aten.expand.default
+    elif target in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default):
+        _shuffle(graph, node)
+    elif target is aten.stack.default:
+        _stacked(graph, node)
+    elif target is aten.concat.default:
+        node.target = aten.cat.default
+    elif target in _CONVOLUTIONS or target in _TRANSPOSED:
         _canonical_convolution(graph, node)
     elif target in _RESHAPES:
         node.args, node.kwargs, node.target = (node.args[0], list(node.meta["shape"])), {}, aten.reshape.default
@@ -453,13 +571,10 @@ def _canonical_convolution(graph: Graph, node: Node) -> None:
 
 
 def _padded(graph: Graph, node: Node, x: Node, widths: list[int]) -> Node:
-    with graph.inserting_before(node):
-        pad = graph.call_function(aten.pad.default, (x, widths, "constant", 0.0))
     shape = list(x.meta["shape"])
     for i, width in enumerate(widths):
         shape[-1 - i // 2] = shape[-1 - i // 2] + width
-    pad.meta = dict(node.meta) | {"shape": tuple(shape)}
-    return pad
+    return _call(graph, node, aten.pad.default, (x, widths, "constant", 0.0), shape)
 
 
 def describe(node: Node) -> str:

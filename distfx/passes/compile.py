@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from distfx import ops
 from distfx.errors import DistfxError
 from distfx.layout import Layout
-from distfx.passes.capture import Capture
+from distfx.passes.capture import Capture, is_impure
 from distfx.passes.insert import insert_moves, split_bias
 from distfx.passes.localise import localise
 from distfx.passes.planner import Decisions, Pins, decide
@@ -41,7 +43,12 @@ class Compiled:
     decisions: Decisions
     passes: list[PassRecord] = field(default_factory=list)
 
-    @property
+    @cached_property
+    def random(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(node.target is ops.dropout for node in self.module.graph.nodes)
+
+    @cached_property
     def stored(self) -> dict[str, Layout]:
         """How each parameter and buffer is stored."""
         nodes = self.module.graph.find_nodes(op="get_attr")
@@ -80,18 +87,15 @@ def compile_capture(
 
     run("plan", plan, checked=False)
     module = run("insert", lambda: insert_moves(capture.module, decisions, outputs))
-    module = run("localise", lambda: localise(module))
+    module = run("localise", lambda: localise(module, sizes))
     module.graph.eliminate_dead_code(_keep)
     module.recompile()
     return Compiled(capture, module, decisions, records)
 
 
-def _keep(node: object) -> bool:
+def _keep(node: Node) -> bool:
     """Moves into which nothing leads are dropped; everything that writes stays."""
-    from distfx import ops
-    from distfx.passes.capture import _is_impure
-
-    return _is_impure(node) or getattr(node, "target", None) in (ops.refresh, ops.batch_norm)  # type: ignore[arg-type]
+    return is_impure(node) or getattr(node, "target", None) in (ops.refresh, ops.batch_norm)
 
 
 def _check_axes(decisions: Decisions, sizes: Mapping[str, int]) -> None:

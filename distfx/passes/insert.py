@@ -158,8 +158,7 @@ def insert_moves(module: GraphModule, plan: Decisions, outputs: str) -> GraphMod
 def _operator(state: _Inserter, node: Node, decision: Decision) -> None:
     operands: dict[Node, Node] = {}
     for number, (operand, need) in enumerate(decision.needs):
-        border = decision.border() if number == 0 else None
-        operands[operand] = state.bring(state.values[operand], need, border)
+        operands[operand] = state.bring(state.values[operand], need, decision.border(number))
     new = state.graph.node_copy(node, lambda operand: operands.get(operand, state.values[operand]))
     new.meta |= {"layout": _named(decision.raw), "decision": decision, "algorithm": decision.algorithm}
     new.meta["needs"] = tuple((operands[operand].name, need) for operand, need in decision.needs)

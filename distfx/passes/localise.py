@@ -6,18 +6,21 @@ dim is not split, sizes as ``N/n``, means divided by global counts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch.fx import GraphModule
+
+from distfx.passes.rule import Site
 
 __all__ = ["localise"]
 
 
-def localise(module: GraphModule) -> GraphModule:
+def localise(module: GraphModule, sizes: Mapping[str, int]) -> GraphModule:
     """Rewrite each call by the ``local`` of its row."""
     for node in module.graph.nodes:
         decision = node.meta.get("decision")
         if decision is None or decision.spec is None:
             continue
-        row = decision.spec.row
-        node.target, args, kwargs = row.local(decision.spec, decision.axes, decision.raw, tuple(node.args))
-        node.args, node.kwargs = args, kwargs
+        site = Site(decision.spec, decision.axes, decision.raw, tuple(node.args), sizes)
+        node.target, node.args, node.kwargs = decision.spec.row.local(site)
     return module

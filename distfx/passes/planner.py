@@ -27,7 +27,8 @@ from distfx.moves import ReduceScatter
 from distfx.passes.capture import describe
 from distfx.passes.notation import Word
 from distfx.passes.route import Border, estimate, route
-from distfx.passes.rules import Spec, is_random, spec_of
+from distfx.passes.rule import Spec
+from distfx.passes.rules import is_random, spec_of
 from distfx.symbolic import Size, evaluate, evaluate_shape, product
 
 __all__ = ["ALGORITHMS", "Decision", "Decisions", "Pins", "decide", "follow_layout", "project"]
@@ -57,11 +58,11 @@ class Decision:
     whole: bool = False
     """Whether it runs whole on every rank because no rule applies."""
 
-    def border(self) -> Border:
-        """What the windows of its first operand need to know."""
+    def border(self, operand: int) -> Border:
+        """What the windows of an operand, by its number, need to know."""
         if self.spec is None:
             return Border({})
-        node, words = self.spec.node, self.spec.operands[0][1]
+        node, words = self.spec.node, self.spec.operands[operand][1]
         where = {word.factors[0]: dim for dim, word in enumerate(self.spec.result) if word.factors}
         extents = {i: node.meta["shape"][where[w.factors[0]]] for i, w in enumerate(words) if w.window}
         return Border(extents, self.spec.mode, self.spec.fill)
@@ -95,13 +96,13 @@ def project(
     if len(set(used)) != len(used):
         return None
     needs = []
-    for node, words in spec.operands:
-        dims = _splits(words, spec, axes, sizes, node.meta["shape"])
+    for number, (node, words) in enumerate(spec.operands):
+        dims = _splits(words, spec, axes, sizes, node.meta["shape"], number)
         if dims is None:
             return None
         split = {axis for dim in dims for axis in dim.axes}
         needs.append((node, Layout(dims, varying=frozenset(set(used) - split))))
-    dims = _splits(spec.result, spec, axes, sizes, spec.node.meta["shape"])
+    dims = _splits(spec.result, spec, axes, sizes, spec.node.meta["shape"], None)
     if dims is None:
         return None
     split = {axis for dim in dims for axis in dim.axes}
@@ -109,7 +110,12 @@ def project(
 
 
 def _splits(
-    words: Sequence[Word], spec: Spec, axes: Assignment, sizes: Mapping[str, int], shape: Sequence[Size]
+    words: Sequence[Word],
+    spec: Spec,
+    axes: Assignment,
+    sizes: Mapping[str, int],
+    shape: Sequence[Size],
+    operand: int | None,
 ) -> tuple[Split, ...] | None:
     dims = []
     for word, extent in zip(words, shape, strict=True):
@@ -120,7 +126,7 @@ def _splits(
         major, minor = factors[0], factors[1:]
         if any(axes.get(f) for f in minor) or not axes.get(major):
             return None  # the minor factor of a merged dim is strided: no block
-        window = spec.windows.get(major) if word.window else None
+        window = spec.windows.get((operand, major)) if word.window and operand is not None else None
         if window and window.trivial and extent == spec.extents[major]:
             window = None
         unit = _granule(product(spec.extents[f] for f in minor), spec.extents[major], axes[major], sizes)
@@ -311,6 +317,7 @@ def _decide_node(
             if operand.op != "get_attr"
         ]
         candidates = candidates or [("", {})]
+        candidates += [("", lean) for _, axes in candidates if (lean := _without_windows(spec, axes)) != axes]
     best: tuple[float, Decision] | None = None
     for name, axes in candidates:
         projected = project(spec, axes, sizes)
@@ -323,6 +330,12 @@ def _decide_node(
         if best is None or cost < best[0]:
             best = (cost, decision)
     return best[1] if best else _whole(node, layouts)
+
+
+def _without_windows(spec: Spec, axes: Assignment) -> Assignment:
+    """The assignment that leaves a channel dim whole which several operands share out (a concatenation)."""
+    shared = {factor for operand, factor in spec.windows if operand}
+    return {f: group for f, group in axes.items() if f not in shared}
 
 
 def _named(name: str, axes: Assignment) -> str:
@@ -348,7 +361,7 @@ def _whole(node: Node, layouts: Mapping[Node, Layout]) -> Decision:
     if is_random(node.target):
         raise DistfxError(
             f"{describe(node)}: {node.target} draws random numbers, and has no rule yet by which ranks would draw the "
-            "same ones where they must. Call model.eval(), or set its probability to 0."
+            "same ones where they must. Draw outside of the model and give the numbers as an input."
         )
     needs = tuple((operand, Layout.replicated(len(layouts[operand].dims))) for operand in node.all_input_nodes)
     shape = node.meta.get("shape", ())
@@ -377,8 +390,7 @@ def _cost(
             local = math.prod(shape) / math.prod(sizes[axis] for axis in kept.split_axes)
             sent += 2 * (over - 1) / over * local
             continue
-        border = decision.border() if number == 0 else None
-        chain = route(plan.layouts[operand], need, shape, border)
+        chain = route(plan.layouts[operand], need, shape, decision.border(number))
         sent += estimate(chain, plan.layouts[operand], shape, sizes, backward=operand in plan.trained)
         moves += len(chain)
     shape = evaluate_shape(spec.node.meta["shape"], hints)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distfx.layout import Layout
+from distfx.layout import Layout, Window
 from distfx.moves import AllGather, AllReduce, AllToAll, Exchange, Fan, Mask, Move, ReduceScatter, Slice
 from distfx.symbolic import Size
 
@@ -104,6 +104,13 @@ def route(source: Layout, target: Layout, shape: Sequence[Size], border: Border 
     return tuple(moves)
 
 
+def _width(window: Window) -> float:
+    """About how many positions a block fetches; one where that depends on sizes."""
+    if not isinstance(window.lo, int) or not isinstance(window.hi, int) or not isinstance(window.div, int):
+        return 1.0
+    return (max(0, window.lo) + max(0, window.hi)) / window.div
+
+
 def estimate(
     moves: Sequence[Move], layout: Layout, shape: Sequence[int], sizes: Mapping[str, int], *, backward: bool = True
 ) -> float:
@@ -128,7 +135,7 @@ def estimate(
                 back = (p - 1) / p * local
             case Exchange():
                 window = move.target.window
-                width = shape[move.dim] / p if window is None else max(0, window.lo) + max(0, window.hi)
+                width = shape[move.dim] / p if window is None else _width(window)
                 there = back = min(1.0, width * p / max(1, shape[move.dim])) * local
         total += there + (back if backward else 0.0)
         layout = move.result(layout)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distfx.errors import DistfxError, RankMismatchError
-from distfx.grid import Grid
+from distfx.runtime.failure import During
 
 __all__ = ["agree", "agree_on_outcome", "digest"]
 
@@ -19,17 +19,18 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def agree(grid: Grid, what: str, mine: str) -> None:
+def agree(world: int, what: str, mine: str) -> None:
     """Raise on every rank if ``mine`` is not the same text on all of them. One message of eight bytes if it is."""
-    if grid.size == 1:
+    if world == 1:
         return
     own = torch.tensor([digest(mine)], dtype=torch.int64)
-    every = torch.empty(grid.size, dtype=torch.int64)
-    dist.all_gather_single(every, own)
-    if bool((every == own).all()) and bool((every == every[0]).all()):
-        return
-    texts: list[Any] = [None] * grid.size
-    dist.all_gather_object(texts, mine)
+    every = torch.empty(world, dtype=torch.int64)
+    texts: list[Any] = [None] * world
+    with During(f"comparison of the ranks' {what}"):
+        dist.all_gather_single(every, own)
+        if bool((every == own).all()):
+            return
+        dist.all_gather_object(texts, mine)
     raise RankMismatchError(_difference(what, texts))
 
 
@@ -48,16 +49,17 @@ def _difference(what: str, texts: list[str]) -> str:
     return f"the ranks were given different {what}:\n" + "\n".join(shown)
 
 
-def agree_on_outcome(grid: Grid, error: Exception | None) -> None:
+def agree_on_outcome(world: int, error: Exception | None) -> None:
     """Raise on every rank if any of them failed: its own error where it did, the others' words elsewhere."""
-    if grid.size > 1:
+    if world > 1:
         failed = torch.tensor([error is not None], dtype=torch.int64)
-        dist.all_reduce(failed)
-        if int(failed) and int(failed) != grid.size:
-            texts: list[Any] = [None] * grid.size
-            dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
-            rank, text = next((r, t) for r, t in enumerate(texts) if t is not None)
-            if error is None:
-                raise DistfxError(f"rank {rank} failed: {text}")
+        texts: list[Any] = [None] * world
+        with During("comparison of the ranks' compilations"):
+            dist.all_reduce(failed)
+            if int(failed) and int(failed) != world:
+                dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
+        said = [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text is not None]
+        if said and error is None:
+            raise DistfxError(said[0])
     if error is not None:
         raise error

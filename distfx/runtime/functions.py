@@ -14,6 +14,7 @@ from torch import Tensor
 from distfx import ledger
 from distfx.grid import Segment
 from distfx.moves import BoundMove, Half
+from distfx.runtime.failure import During
 from distfx.runtime.halves import start
 from distfx.runtime.transport import Pending
 
@@ -23,8 +24,10 @@ __all__ = ["RunMove", "begin", "finish"]
 class RunMove:
     """A bound move with its segment: a callable on local tensors."""
 
-    def __init__(self, move: BoundMove, segment: Segment, node: str = "", name: str = "") -> None:
-        self.move, self.segment, self.node = move, segment, node
+    def __init__(
+        self, move: BoundMove, segment: Segment, node: str = "", name: str = "", path: str | None = None
+    ) -> None:
+        self.move, self.segment, self.node, self.path = move, segment, node, path
         self.__name__ = name or move.name
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -33,7 +36,13 @@ class RunMove:
     def start(self, half: Half, x: Tensor, phase: str) -> Pending:
         """Start one half, and enter it into the ledger."""
         ledger.record(self.node, self.__name__, half.axes, phase, half.sent_bytes(x.element_size()), half.messages)
-        return start(half, x, self.segment)
+        with During(self.__name__, self.node, self.path, self.segment, phase):
+            return start(half, x, self.segment)
+
+    def wait(self, pending: Pending, phase: str) -> Tensor:
+        """The result of a half that was started."""
+        with During(self.__name__, self.node, self.path, self.segment, phase):
+            return pending.wait()
 
     def __repr__(self) -> str:
         return f"<{self.__name__} along {','.join(self.move.forward.axes)} of {self.segment.size} ranks>"
@@ -43,12 +52,13 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: RunMove) -> Tensor:
         ctx.run = run
-        result = run.start(run.move.forward, x, "forward").wait()
+        result = run.wait(run.start(run.move.forward, x, "forward"), "forward")
         return result.view_as(x) if result is x else result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.run.start(ctx.run.move.backward, grad, "backward").wait(), None
+        run: RunMove = ctx.run
+        return run.wait(run.start(run.move.backward, grad, "backward"), "backward"), None
 
 
 class _Token:
@@ -56,29 +66,29 @@ class _Token:
 
     pending: Pending | None = None
 
-    def take(self) -> Tensor:
+    def take(self, run: RunMove, phase: str) -> Tensor:
         assert self.pending is not None, "a move was finished that was not begun"
         pending, self.pending = self.pending, None
-        return pending.wait()
+        return run.wait(pending, phase)
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: RunMove, token: _Token) -> Tensor:
-        ctx.token = token
+        ctx.run, ctx.token = run, token
         token.pending = run.start(run.move.forward, x, "forward")
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.token.take(), None, None
+        return ctx.token.take(ctx.run, "backward"), None, None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, run: RunMove, token: _Token) -> Tensor:
         ctx.run, ctx.token = run, token
-        return token.take()
+        return token.take(run, "forward")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

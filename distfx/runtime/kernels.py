@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from distfx import ledger
 from distfx.grid import Segment
 from distfx.layout import Window
+from distfx.runtime.failure import During
 from distfx.runtime.transport import all_reduce
 
 __all__ = ["KERNELS", "BatchNorm", "Zero", "add_bias", "avg_pool", "conv_transpose", "mean"]
@@ -46,6 +47,14 @@ class Zero:
 def add_bias(x: Tensor, bias: Tensor, *, dim: int) -> Tensor:
     """``x`` plus ``bias`` along ``dim``."""
     return x + bias.view(-1, *(1,) * (x.dim() - 2)) if dim == 1 else x + bias
+
+
+def add_blocks(*blocks: Tensor) -> Tensor:
+    """A concatenation along a split dim: each operand's part of this block, zero where others have theirs."""
+    result = blocks[0]
+    for block in blocks[1:]:
+        result = result + block
+    return result
 
 
 def mean(x: Tensor, dims: Sequence[int], *, keepdim: bool, count: int) -> Tensor:
@@ -113,6 +122,8 @@ def avg_pool(
 
     Each window's sum is divided by its count in the whole input: with its padding (``include``) or without.
     """
+    if x.numel() == 0 or min(size) == 0:
+        return Zero((*x.shape[:2], *size))(x)
     rank = len(size)
     widths: list[int] = []
     scale = torch.ones((1,) * (rank), dtype=x.dtype, device=x.device)
@@ -127,7 +138,29 @@ def avg_pool(
     return pool(F.pad(x, widths), tuple(kernel), tuple(stride)) * scale
 
 
-class BatchNorm:
+class Statistics:
+    """What every norm over a segment has: a sum over it, the global count of what is averaged."""
+
+    path: str | None = None
+    """The layer's module path."""
+
+    def __init__(self, name: str, segment: Segment, node: str, eps: float, count: int) -> None:
+        self.__name__ = name
+        self.segment, self.node, self.eps, self.count = segment, node, eps, count
+
+    def sum(self, value: Tensor, phase: str) -> Tensor:
+        """The sum over the segment, in place."""
+        ranks = self.segment.size
+        if ranks == 1:
+            return value
+        sent = ledger.allreduce_bytes(value.numel() * value.element_size(), ranks)
+        ledger.record(self.node, self.__name__, self.segment.axes, phase, sent, ledger.allreduce_messages(ranks))
+        with During(self.__name__, self.node, self.path, self.segment, phase):
+            all_reduce(self.segment, value).wait()
+        return value
+
+
+class BatchNorm(Statistics):
     """Batch norm in training with the statistics of the whole batch, over all ranks of a segment.
 
     The ranks' means and sums of squared deviations are merged by count (Chan et al.), in float32 or better: first the
@@ -135,8 +168,8 @@ class BatchNorm:
     """
 
     def __init__(self, segment: Segment, node: str, momentum: float, eps: float, count: int) -> None:
-        self.segment, self.node, self.momentum, self.eps, self.count = segment, node, momentum, eps, count
-        self.__name__ = "batch_norm"
+        super().__init__("batch_norm", segment, node, eps, count)
+        self.momentum = momentum
 
     def __call__(
         self,
@@ -147,14 +180,6 @@ class BatchNorm:
         running_var: Tensor | None,
     ) -> Tensor:
         return _BatchNorm.apply(x, weight, bias, running_mean, running_var, self)
-
-    def sum(self, value: Tensor, phase: str) -> Tensor:
-        """The sum over the segment, in place."""
-        ranks = self.segment.size
-        sent = ledger.allreduce_bytes(value.numel() * value.element_size(), ranks)
-        ledger.record(self.node, self.__name__, self.segment.axes, phase, sent, ledger.allreduce_messages(ranks))
-        all_reduce(self.segment, value).wait()
-        return value
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -219,5 +244,6 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "mean": mean,
     "conv_transpose": conv_transpose,
     "avg_pool": avg_pool,
+    "add_blocks": add_blocks,
 }
 """The inserted operators that are local, by name."""

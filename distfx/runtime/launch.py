@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distfx.runtime import mpi
+from distfx.runtime import failure, mpi
 
 __all__ = ["DEFAULT_TIMEOUT", "LAUNCHERS", "Launch", "expand_nodelist", "init"]
 
@@ -106,8 +106,10 @@ def init(backend: str | None = None, timeout: float | timedelta | None = None, l
     name = {"mpi": mpi.BACKEND, "nccl": "cpu:gloo,cuda:nccl"}.get(launch.backend, launch.backend)
     store = _store(found, limit)
     dist.init_process_group(name, store=store, rank=found.rank, world_size=found.world, timeout=limit)
-    if found.launcher == "mpi" and found.world > 1 and "mpi4py.MPI" in sys.modules:
-        mpi.abort_on_error()
+    if found.world > 1:
+        failure.announce_uncaught(keeps_store=found.rank == 0 and found.launcher != "torchrun")
+        if found.launcher == "mpi" and "mpi4py.MPI" in sys.modules:
+            mpi.abort_on_error()
     _current = (launch, dist.group.WORLD, limit)
     if launch.rank == 0 and launch.world > 1 and os.environ.get("DISTFX_QUIET", "0") in ("", "0"):
         how = f"{launch.world} ranks by {launch.launcher}, backend {launch.backend}, device {launch.device.type}"
@@ -416,6 +418,10 @@ def _leave() -> None:
         return
     world = made[0].world
     del made
+    if world > 1:
+        failure.leave()
+    if failure.broken():
+        return
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
     if world > 1:

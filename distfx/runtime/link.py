@@ -16,21 +16,27 @@ from torch.fx import GraphModule, Node
 from distfx import ledger, ops
 from distfx.grid import Grid, Segment
 from distfx.moves import BoundMove, Half
+from distfx.runtime.failure import During
 from distfx.runtime.functions import RunMove
 from distfx.runtime.halves import start
-from distfx.runtime.kernels import KERNELS, BatchNorm, Zero
+from distfx.runtime.kernels import KERNELS as PLAIN
+from distfx.runtime.kernels import BatchNorm, Zero
+from distfx.runtime.norm import Norm
 from distfx.runtime.parameters import Bucket, Gradients
+from distfx.runtime.random import Dropout
+from distfx.runtime.resample import resample
 
 __all__ = ["link"]
 
 aten = torch.ops.aten
+KERNELS = PLAIN | {"resample": resample}
 
 
 class Refresh:
     """Gather the slices of a buffer that the ranks of a segment wrote, into each rank's copy of it."""
 
-    def __init__(self, gather: BoundMove, segment: Segment, node: str) -> None:
-        self.move, self.segment, self.node = gather, segment, node
+    def __init__(self, gather: BoundMove, segment: Segment, node: str, path: str | None) -> None:
+        self.move, self.segment, self.node, self.path = gather, segment, node, path
         self.__name__ = "refresh"
 
     def __call__(self, buffer: Tensor) -> None:
@@ -40,7 +46,8 @@ class Refresh:
         ledger.record(self.node, self.__name__, half.axes, "forward", sent, half.messages)
         whole = buffer.data  # not counted as a change: backward may have saved slices, whose values stay
         part = start(take, whole, self.segment).wait()
-        whole.copy_(start(half, part, self.segment).wait())
+        with During(self.__name__, self.node, self.path, self.segment, "forward"):
+            whole.copy_(start(half, part, self.segment).wait())
 
 
 def _bucket(gradients: Gradients, index: int) -> tuple[Tensor, ...]:
@@ -63,7 +70,7 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
         if node.op == "get_attr":
             continue
         if node.op == "call_function":
-            _link_call(node, grid)
+            _link_call(node, grid, gradients)
         for operand in [n for n in node.all_input_nodes if n.op == "get_attr"]:
             name = str(operand.target)
             with graph.inserting_before(node):
@@ -74,7 +81,7 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
                     value = graph.call_function(operator.getitem, (taken[number], index))
                 else:
                     value = graph.call_function(_plain, (gradients, name))
-            value.meta = dict(operand.meta)
+            value.meta = dict(operand.meta) | {"parameter": name}
             operand.replace_all_uses_with(value)
             graph.erase_node(operand)
     for node in list(graph.nodes):
@@ -85,20 +92,25 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
     return linked
 
 
-def _link_call(node: Node, grid: Grid) -> None:
+def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
     bound = node.meta.get("bound")
     if node.target is ops.refresh:
         assert isinstance(bound, BoundMove)
-        node.target = Refresh(bound, grid.segment(bound.forward.axes), node.meta["owner"])
+        node.target = Refresh(bound, grid.segment(bound.forward.axes), node.meta["owner"], node.meta.get("path"))
         node.kwargs = {}
     elif isinstance(bound, BoundMove):
-        node.target = RunMove(bound, grid.segment(bound.forward.axes), node.meta["owner"], node.target.__name__)  # type: ignore[union-attr]
+        name: str = node.target.__name__  # type: ignore[union-attr]
+        node.target = RunMove(bound, grid.segment(bound.forward.axes), node.meta["owner"], name, node.meta.get("path"))
         node.kwargs = {}
-    elif node.target is ops.batch_norm:
+    elif node.target in (ops.batch_norm, ops.norm):
         kwargs: dict[str, Any] = dict(node.kwargs)
-        axes = tuple(kwargs.pop("axis"))
-        node.target = BatchNorm(grid.segment(axes), node.name, **kwargs)
+        kind = BatchNorm if node.target is ops.batch_norm else Norm
+        node.target = kind(grid.segment(tuple(kwargs.pop("axis"))), node.name, **kwargs)
+        node.target.path = node.meta.get("path")
         node.kwargs = {}
+    elif node.target is ops.dropout:
+        node.target = Dropout(node.name, **node.kwargs)  # type: ignore[arg-type]
+        node.args, node.kwargs = (gradients, *node.args), {}
     elif getattr(node.target, "__name__", None) in KERNELS and node.target is ops.inserted(node.target.__name__):  # type: ignore[union-attr]
         node.target = KERNELS[node.target.__name__]
     elif _is_empty(node):

@@ -31,11 +31,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from distfx.runtime import failure
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -96,8 +98,11 @@ def load() -> Any:
 
 
 def abort_on_error() -> None:
-    """From now on an uncaught exception on this rank ends the whole job: the other ranks would wait for it for ever."""
-    MPI, previous = load(), sys.excepthook
+    """From now on an uncaught exception on this rank ends the whole job: the other ranks would wait for it for ever.
+
+    So does `sys.exit` with an error code, at the end of the program, unless the others end, too.
+    """
+    MPI, previous, leave = load(), sys.excepthook, sys.exit
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
@@ -106,7 +111,13 @@ def abort_on_error() -> None:
         if not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(1)
 
-    sys.excepthook = hook
+    def note(status: Any = None, /) -> NoReturn:
+        global _exit_code
+        _exit_code = status if isinstance(status, int) else int(status is not None)
+        leave(status)
+
+    sys.excepthook, sys.exit = hook, note
+    _end_well()
 
 
 class _Types:
@@ -675,6 +686,7 @@ def _create(options: Any, _: object = None) -> MpiProcessGroup:
 
 
 _leaving = False
+_exit_code = 0  # of the last sys.exit
 
 
 @functools.cache
@@ -683,9 +695,14 @@ def _end_well() -> None:
 
 
 def _leave() -> None:
-    """Before Python ends: finish what nobody waited for. Communicators are left to MPI_Finalize."""
+    """Before Python ends: finish what nobody waited for. Communicators are left to MPI_Finalize, which waits for the
+    other ranks: if they do not come, because communication has failed or this rank alone gave up, the job is ended."""
     global _leaving
     _leaving = True
+    if failure.broken() or (_exit_code and not failure.all_left(GRACE)):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        load().COMM_WORLD.Abort(_exit_code or 1)
     end = time.monotonic() + DRAIN
     while _live and time.monotonic() < end:
         progress()

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distfx import ledger
 from distfx.grid import Grid, Segment
 from distfx.layout import Layout
+from distfx.runtime.failure import During
 from distfx.runtime.transport import Work, all_reduce
 
 __all__ = ["Bucket", "Gradients", "distribute", "placements", "to_dtensor"]
@@ -57,7 +58,8 @@ def distribute(value: Tensor, layout: Layout, grid: Grid, *, broadcast: bool) ->
     )
     if broadcast and grid.size > 1:
         whole = whole.to(device, copy=True).contiguous()
-        dist.broadcast(whole, src=0)
+        with During(f"broadcast of a parameter of shape {tuple(value.shape)}"):
+            dist.broadcast(whole, src=0)
     part = whole
     for dim, (lo, hi) in enumerate(layout.settled().bounds(value.shape, grid.placement())):
         part = part.narrow(dim, int(lo), int(hi - lo))
@@ -77,6 +79,11 @@ class Bucket:
     names: tuple[str, ...]
     segment: Segment
     label: str
+
+    def during(self) -> During:
+        """The reduction, for a message about its failure: named after the first and last parameter."""
+        names = " ... ".join(dict.fromkeys((self.names[0], self.names[-1])))
+        return During("all_reduce", self.label, names, self.segment, "backward")
 
 
 class _Flight:
@@ -99,14 +106,16 @@ class _Flight:
         sent = ledger.allreduce_bytes(self.flat.numel() * self.flat.element_size(), segment.size)
         messages = ledger.allreduce_messages(segment.size)
         ledger.record(self.bucket.label, "all_reduce", segment.axes, "backward", sent, messages)
-        self.work = all_reduce(segment, self.flat)
+        with self.bucket.during():
+            self.work = all_reduce(segment, self.flat)
         sizes = [grad.numel() for grad in grads]
         parts = self.flat.reshape(-1).split(sizes)
         return tuple(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
 
     def wait(self) -> None:
         if self.work is not None:
-            self.work.wait()
+            with self.bucket.during():
+                self.work.wait()
         self.work = self.flat = None
 
 
@@ -147,8 +156,10 @@ class _Early(torch.autograd.Function):
 class Gradients:
     """The parameters and buffers of one forward pass, as local tensors; created before it."""
 
-    def __init__(self, tensors: dict[str, DTensor], buckets: Sequence[Bucket]) -> None:
+    def __init__(self, tensors: dict[str, DTensor], buckets: Sequence[Bucket], seed: int = 0) -> None:
         self.tensors = tensors
+        self.seed = seed
+        """What the random operators of this pass draw from."""
         self.waiting: list[tuple[_Flight, tuple[Tensor, ...]] | None] = []
         for bucket in buckets:
             params = [tensors[name] for name in bucket.names]

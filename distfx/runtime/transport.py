@@ -25,6 +25,22 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
+class Message:
+    """One message of a batch; its error says with whom."""
+
+    __slots__ = ("peer", "work")
+
+    def __init__(self, work: Work, peer: int) -> None:
+        self.work, self.peer = work, peer
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            error.peer = self.peer  # type: ignore[attr-defined]
+            raise
+
+
 class Pending:
     """A communication in flight. ``wait`` finishes it and gives its result."""
 
@@ -62,8 +78,9 @@ def send_receive(
         ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=segment.group_rank(m)) for m, t in receives]
         ops += [dist.P2POp(dist.isend, t, group=group, group_peer=segment.group_rank(m)) for m, t in sends]
         return list(dist.batch_isend_irecv(ops))
-    works: list[Work] = [group.recv([tensor], segment.group_rank(member), 0) for member, tensor in receives]
-    works += [group.send([tensor], segment.group_rank(member), 0) for member, tensor in sends]
+    ranks = segment.members
+    works: list[Work] = [Message(group.recv([t], segment.group_rank(m), 0), ranks[m]) for m, t in receives]
+    works += [Message(group.send([t], segment.group_rank(m), 0), ranks[m]) for m, t in sends]
     return works
 
 

@@ -1,0 +1,1 @@
+"""The rows of the rule table, by kind of operator."""

@@ -1,0 +1,112 @@
+"""Element-wise operators, and what goes with them: biases, per-channel slopes, dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from distfx import ops
+from distfx.ops import LocalPart
+from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, unchanged
+
+__all__ = ["BIAS", "DROPOUT", "POINTWISE", "PRELU", "ROWS", "is_pointwise", "is_random"]
+
+_ALSO_POINTWISE = {
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten._to_copy.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.type_as.default,
+    aten.hardswish.default,
+    aten.log_sigmoid.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.lift_fresh_copy.default,
+}
+
+
+def is_random(target: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in target.tags or "dropout" in target._schema.name
+    )
+
+
+def is_pointwise(target: Any) -> bool:
+    """Whether an operator works on each element by itself, broadcasting its operands."""
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or is_random(target):
+        return False
+    return torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
+
+
+def _pointwise_spec(row: Row, node: Node) -> Spec | None:
+    """Operands broadcast from the right: a dim of one stays whole."""
+    shape = node.meta["shape"]
+    operands: list[tuple[Node, list[int | None]]] = []
+    for operand in node.all_input_nodes:
+        other = operand.meta["shape"]
+        first = len(shape) - len(other)
+        numbers = [None if size == 1 and shape[first + i] != 1 else first + i for i, size in enumerate(other)]
+        operands.append((operand, numbers))
+    return dims_spec(row, node, operands, list(range(len(shape))))
+
+
+POINTWISE = Row("pointwise", "... -> ...", unchanged, build=_pointwise_spec, cost="nothing")
+
+
+def _bias_spec(row: Row, node: Node) -> Spec | None:
+    """A bias along dim 1 of a convolution's result, or along the last of a linear layer's."""
+    x, bias = node.args
+    assert isinstance(x, Node) and isinstance(bias, Node)
+    every = list(range(len(node.meta["shape"])))
+    return dims_spec(row, node, [(x, every), (bias, [every[node.meta["bias_dim"]]])], every)
+
+
+def _local_bias(site: Site) -> Call:
+    return ops.add_bias, site.args, {"dim": site.node.meta["bias_dim"]}
+
+
+BIAS = Row("bias", "n k s..., k -> n k s...", _local_bias, build=_bias_spec, cost="nothing")
+
+
+def _prelu_spec(row: Row, node: Node) -> Spec | None:
+    """One slope for each channel, or one for all."""
+    x, slope = node.args
+    assert isinstance(x, Node) and isinstance(slope, Node)
+    every = list(range(len(node.meta["shape"])))
+    each = 1 if slope.meta["shape"] != (1,) and len(every) > 1 else None
+    return dims_spec(row, node, [(x, every), (slope, [each])], every)
+
+
+PRELU = Row("prelu", "n c s..., c -> n c s...", unchanged, build=_prelu_spec, cost="nothing")
+
+
+def _dropout_spec(row: Row, node: Node) -> Spec | None:
+    x = node.args[0]
+    assert isinstance(x, Node)
+    every = list(range(len(node.meta["shape"])))
+    return dims_spec(row, node, [(x, every)], every)
+
+
+def _local_dropout(site: Site) -> Call:
+    """Ranks with the same part of the mask draw the same one, others independent ones."""
+    features = site.node.target is aten.feature_dropout.default
+    dims = site.layout.dims[:2] if features else site.layout.dims
+    part = LocalPart(tuple(axis for split in dims for axis in split.axes))
+    return ops.dropout, (site.args[0],), {"p": site.args[1], "features": features, "part": part}
+
+
+DROPOUT = Row("dropout", "... -> ...", _local_dropout, build=_dropout_spec, cost="eight bytes a pass: rank 0's seed")
+
+ROWS: dict[Any, Row] = {
+    ops.add_bias: BIAS,
+    aten.prelu.default: PRELU,
+    aten.dropout.default: DROPOUT,
+    aten.feature_dropout.default: DROPOUT,
+}

@@ -1,0 +1,277 @@
+"""When communication fails: what was under way, and which ranks are the cause.
+
+A rank that gets no answer knows only that. So each that fails says so in the store where the ranks met, waits a moment
+for the others to do the same, and names those of which nothing was heard: they died, were stopped, or are busy with
+something else. A rank that ends by an exception of its own leaves its words there, too.
+
+Nothing here runs while all is well: :class:`During` is a ``try`` with a name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from distfx.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from distfx.grid import Segment
+
+__all__ = ["During", "all_left", "announce", "announce_uncaught", "broken", "leave"]
+
+T = TypeVar("T")
+
+GRACE = 2.0  # seconds that a rank in trouble gives the others to report
+ANSWER = 3.0  # seconds in which the store answers, or the rank that keeps it is gone
+END = 5  # seconds in which a process whose communication has failed must have ended
+MANY = 64  # in larger worlds, only the segment's ranks are asked for
+KEY = "distfx/trouble/"
+
+_broken = False
+
+
+def broken() -> bool:
+    """Whether communication has failed in this process: there is no orderly way to leave a process group then."""
+    return _broken
+
+
+@dataclass(slots=True, eq=False)
+class During:
+    """``with During(...)``: a failure to communicate inside becomes a :class:`CommunicationError` that says where."""
+
+    what: str
+    """The move or the collective."""
+    node: str = ""
+    path: str | None = None
+    """The module path of the layer that it serves."""
+    segment: Segment | None = None
+    """The ranks that take part; ``None``: all."""
+    phase: str = ""
+
+    def __enter__(self) -> During:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError) and dist.is_initialized():
+            raise CommunicationError(_report(str(self), self.members, error)) from error
+
+    @property
+    def members(self) -> Sequence[int]:
+        return range(dist.get_world_size()) if self.segment is None else self.segment.members
+
+    def __str__(self) -> str:
+        axes = f" along {','.join(self.segment.axes)}" if self.segment is not None else ""
+        layer = f" for {self.node}" if self.node else ""
+        path = f" [{self.path}]" if self.path else ""
+        phase = f", {self.phase}" if self.phase else ""
+        return f"{self.what}{axes}{layer}{path}{phase}, {_ranks(self.members)}"
+
+
+def announce(error: BaseException) -> str:
+    """Tell the other ranks that this one ends by ``error``. What is known of them, if they are to blame."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ""
+    if isinstance(error, CommunicationError):
+        return ""  # told already
+    if _of_transport(error):
+        return _report("a collective", range(dist.get_world_size()), error)
+    with contextlib.suppress(Exception):
+        text = f"{type(error).__name__}: {error}"
+        _within(ANSWER, lambda: _tell(_store(), "failed", text[:2000]))
+    return ""
+
+
+def announce_uncaught(keeps_store: bool) -> None:
+    """From now on an exception that nobody catches is told to the other ranks; after its own message is printed.
+
+    ``keeps_store``: this process is where the others look; it stays until they have had time to.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if said := announce(error):
+            print(f"distfx: {said}", file=sys.stderr, flush=True)
+        if keeps_store and _broken:
+            time.sleep(GRACE)
+
+    sys.excepthook = hook
+
+
+def leave() -> None:
+    """Tell the other ranks, at the end of the program, that this one will not come any more."""
+    with contextlib.suppress(Exception):
+        store = _store()
+        if not _broken and not store.check([_key(dist.get_rank())]):
+            _tell(store, "left", "has ended")
+
+
+def all_left(seconds: float) -> bool:
+    """Whether all ranks come to the end of the program, too, while this one waits there."""
+    leave()
+    end = time.monotonic() + seconds
+    with contextlib.suppress(Exception):
+        keys = [_key(rank) for rank in range(dist.get_world_size())]
+        while time.monotonic() < end:
+            if _within(ANSWER, lambda: _store().check(keys)):
+                return True
+            time.sleep(0.05)
+    return False
+
+
+# ------------------------------------------------------------------------------------------------- the report
+
+
+def _report(where: str, members: Sequence[int], error: BaseException) -> str:
+    """What failed on this rank, and what the others say of it."""
+    _break()
+    me, world = dist.get_rank(), dist.get_world_size()
+    first = str(error).strip().partition("\n")[0]
+    with _until_told() as told:
+        asked = range(world) if world <= MANY else members
+        try:
+            known = _ask(me, where, members, asked, told)
+            peers = _blame(me, members, known)
+        except Exception:
+            known, peers = {}, "the store where the ranks met does not answer: the rank that keeps it (0) is gone?"
+        where += f" failed{f' with rank {peer}' if (peer := getattr(error, 'peer', None)) is not None else ''}"
+        text = f"rank {me}: {where}: {peers}\n  {type(error).__name__}: {first}"
+        if known:
+            with contextlib.suppress(Exception):
+                _within(ANSWER, lambda: _tell(_store(), "waits", f"{where}: {peers}"[:2000]))
+        if told.is_set():
+            print(f"distfx: {text}", file=sys.stderr, flush=True)
+    return text
+
+
+def _ask(
+    me: int, where: str, members: Sequence[int], asked: Sequence[int], told: threading.Event
+) -> dict[int, tuple[str, str]]:
+    """What each rank has said, as soon as all members have, or after the grace."""
+    store = _store()
+    known = {me: ("waits", where)}
+    _within(ANSWER, lambda: _tell(store, "waits", where))
+    end = time.monotonic() + GRACE
+    while True:
+        late = time.monotonic() > end or told.is_set()
+        rest = [rank for rank in asked if rank not in known]
+        known |= _within(ANSWER, partial(_heard, store, rest))
+        if late or all(rank in known for rank in members):
+            return known
+        told.wait(0.05)
+
+
+def _blame(me: int, members: Sequence[int], known: dict[int, tuple[str, str]]) -> str:
+    """In one sentence each: the ranks that failed by themselves, those that are silent, those that wait as well."""
+    said = [f"rank {rank} failed: {text}" for rank, (kind, text) in known.items() if kind == "failed"]
+    said += [f"rank {rank} {text}" for rank, (kind, text) in known.items() if kind == "left"]
+    if silent := [rank for rank in members if rank not in known]:
+        said.append(f"no word from {_ranks(silent)}: dead, stopped, or waiting for another")
+    waiting = {rank: text for rank, (kind, text) in known.items() if kind == "waits" and rank != me}
+    if waiting and not said:
+        said.append("no rank is missing; " + "; ".join(f"rank {rank}: {text}" for rank, text in waiting.items()))
+    return "; ".join(said) or "the cause is not known"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _of_transport(error: BaseException) -> bool:
+    """Whether an error comes from a collective: of a program's own, a DTensor's, a checkpoint's."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
+# -------------------------------------------------------------------------------------------------- the store
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _key(rank: int) -> str:
+    return f"{KEY}{rank}"
+
+
+def _tell(store: dist.Store, kind: str, text: str) -> None:
+    store.set(_key(dist.get_rank()), json.dumps([kind, text]))
+
+
+def _heard(store: dist.Store, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
+    found = {}
+    for rank in ranks:
+        if store.check([_key(rank)]):
+            kind, text = json.loads(store.get(_key(rank)))
+            found[rank] = (kind, text)
+    return found
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The result of a call that may never return: the store waits for ever for a process that was stopped."""
+    result: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            result.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not result:
+        raise TimeoutError
+    return result[0]
+
+
+# ---------------------------------------------------------------------------------------------------- the end
+
+
+def _break() -> None:
+    """From now on the process ends quickly: threads of a transport may wait for ever for peers that are gone."""
+    global _broken
+    if not _broken:
+        _broken = True
+        atexit.register(_hurry)
+
+
+def _hurry() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(END)
+
+
+@contextlib.contextmanager
+def _until_told() -> Iterator[threading.Event]:
+    """Inside, a launcher's SIGTERM only sets the event; afterwards it has its effect. So that the message gets out."""
+    told = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        told.set()
+
+    before: Any = signal.signal(signal.SIGTERM, tell)
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        if told.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,33 @@
+"""Random operators: ranks with the same part of a tensor draw the same numbers, others independent ones.
+
+Every pass has a seed, drawn by rank 0 from torch's default generator, so ``torch.manual_seed`` there makes a run
+reproducible. A node's numbers come from that seed, the node's number in the graph, and the number of the part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distfx.runtime.parameters import Gradients
+
+__all__ = ["Dropout"]
+
+
+class Dropout:
+    """Dropout of elements, or of whole features (channels of a sample)."""
+
+    def __init__(self, node: str, p: float, features: bool, part: int) -> None:
+        self.node, self.p, self.features, self.part = node, p, features, part
+        self.__name__ = "dropout"
+
+    def __call__(self, gradients: Gradients, x: Tensor) -> Tensor:
+        text = f"{gradients.seed} {self.node} {self.part}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        generator = torch.Generator(x.device).manual_seed(seed)
+        shape: Any = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.features else x.shape
+        kept = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p, generator=generator)
+        return x * kept.div_(1 - self.p) if self.p < 1 else x * kept

@@ -1,0 +1,203 @@
+"""Operators beyond convolutions: each exact, under every layout its rule allows, and by rule: nothing runs whole."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import distfx
+from tests.exact import check, ranks_of
+from tests.ranks import run
+
+
+class Between(nn.Module):
+    """A convolution, the operator, a convolution: so that the operator meets split tensors and has gradients."""
+
+    def __init__(self, operator: str, channels: int = 8, after: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, channels, 3, padding=1)
+        self.operator = OPERATORS[operator]() if operator in OPERATORS else None
+        self.name = operator
+        self.last = nn.Conv2d(after, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.operator(x) if self.operator is not None else FUNCTIONS[self.name](x)
+        return self.last(x)
+
+
+OPERATORS: dict[str, Callable[[], nn.Module]] = {
+    "group_norm_4": lambda: nn.GroupNorm(4, 8),
+    "group_norm_2": lambda: nn.GroupNorm(2, 8),
+    "group_norm_1": lambda: nn.GroupNorm(1, 8),
+    "instance_norm": lambda: nn.InstanceNorm2d(8, affine=True),
+    "instance_norm_plain": lambda: nn.InstanceNorm2d(8),
+}
+
+
+def _channels_last_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2)
+
+
+def _shuffle(x: Tensor) -> Tensor:
+    n, c, h, w = x.shape
+    return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
+
+
+def _halves(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, 1)
+    return torch.cat([a * 2, b.relu(), a - b], 1)[:, 2:10]
+
+
+def _attention(x: Tensor) -> Tensor:
+    n, c, h, w = x.shape
+    tokens = x.flatten(2).transpose(1, 2).reshape(n, h * w, 2, c // 2).transpose(1, 2)
+    y = F.scaled_dot_product_attention(tokens, tokens * 0.5, tokens + 1)
+    return y.transpose(1, 2).reshape(n, h * w, c).transpose(1, 2).reshape(n, c, h, w)
+
+
+def _matmul(x: Tensor) -> Tensor:
+    a = x.flatten(2)
+    scores = torch.matmul(a.transpose(1, 2), a) / math.sqrt(8)
+    return torch.matmul(a, scores.softmax(-1)).view_as(x)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm_channels": _channels_last_norm,
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "bilinear_aligned": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True),
+    "bilinear_odd": lambda x: F.interpolate(x, size=(13, 7), mode="bilinear"),
+    "bilinear_factor": lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
+    "bicubic": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
+    "nearest": lambda x: F.interpolate(x, scale_factor=3, mode="nearest"),
+    "nearest_down": lambda x: F.interpolate(x, size=(5, 4), mode="nearest"),
+    "nearest_exact": lambda x: F.interpolate(x, size=(13, 11), mode="nearest-exact"),
+    "split_cat": _halves,
+    "cat_height": lambda x: torch.cat([x, x * 2, x[:, :, :3]], 2),
+    "stack": lambda x: torch.stack([x[:, :4], x[:, 4:]], 2).flatten(1, 2),
+    "crop": lambda x: x[:, :, 1:-2, 2:],
+    "stride": lambda x: x[:, :, 1::2, ::3],
+    "center_crop": lambda x: x[:, :, x.shape[2] // 4 : x.shape[2] // 4 + 5],
+    "roll": lambda x: torch.roll(x, (2, -1), (2, 3)),
+    "pixel_shuffle": lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2),
+    "channel_shuffle": _shuffle,
+    "expand": lambda x: x * x.mean((2, 3), keepdim=True).expand_as(x),
+    "softmax_channels": lambda x: x.softmax(1),
+    "softmax_height": lambda x: x.log_softmax(2),
+    "maximum": lambda x: x - x.amax((2, 3), keepdim=True),
+    "variance": lambda x: x / (1 + x.var((1, 2, 3), keepdim=True)),
+    "attention": _attention,
+    "matmul": _matmul,
+}
+NAMES = [*OPERATORS, *FUNCTIONS]
+
+
+@pytest.mark.parametrize("grid", ["n2", "h2", "c2", "c3", "h3w2", "n2c2", "c2h2"])
+@pytest.mark.parametrize("name", NAMES)
+def test_operator(name: str, grid: str) -> None:
+    results = check(Between, grid, [(2, 3, 8, 9), (3, 3, 10, 7)], kwargs={"operator": name})
+    assert not any(row.whole for row in results[0]["rows"]), [row.node for row in results[0]["rows"] if row.whole]
+
+
+def dropped(grid: str, features: bool) -> list[Tensor]:
+    torch.manual_seed(11 + 1000 * torch.distributed.get_rank())  # only rank 0's seed matters
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout2d(0.4) if features else nn.Dropout(0.4))
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.fill_(1.0)
+    net = distfx.parallelize(model, distfx.Grid.parse(grid))
+    torch.manual_seed(5 + torch.distributed.get_rank())
+    x = torch.ones(4, 3, 20, 20)
+    first, second = net(x), net(x)
+    torch.manual_seed(5 + torch.distributed.get_rank())
+    again = net(x)
+    net.eval()
+    plain = net(x)
+    net.train()
+    weights = torch.ones(4, 3, 20, 20, requires_grad=True)
+    y = net(weights)
+    y.sum().backward()
+    bias = dict(net.named_parameters())["0.bias"].grad.full_tensor()
+    return [first.detach(), second.detach(), again.detach(), plain.detach(), y.detach(), bias]
+
+
+@pytest.mark.parametrize("features", [False, True])
+@pytest.mark.parametrize("grid", ["n2", "h2", "c2", "c2h2"])
+def test_dropout(grid: str, features: bool) -> None:
+    results = run(ranks_of(grid), dropped, grid, features)
+    first, second, again, plain, y, bias = results[0]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), "replicas drew different masks"
+    values = {round(float(v), 4) for v in first.unique()}
+    assert values == {0.0, round(1 / 0.6, 4)}
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    assert torch.equal(plain, torch.ones_like(plain))
+    kept = (first > 0).double()
+    share = kept.mean() if not features else kept[:, :, 0, 0].mean()
+    assert abs(float(share) - 0.6) < (0.03 if not features else 0.35)
+    parts = (
+        [kept[:2], kept[2:]]
+        if "n" in grid
+        else [kept[:, :2], kept[:, 2:]]
+        if "c" in grid
+        else [kept[:, :, :10], kept[:, :, 10:]]
+    )
+    if not (features and "h" in grid and "c" not in grid):
+        assert not torch.equal(*parts), "the shards drew the same mask"
+    if features:
+        assert torch.equal(kept, kept[:, :, :1, :1].expand_as(kept))
+    assert torch.allclose(bias, y.sum((0, 2, 3)))
+
+
+class Gated(nn.Module):
+    """Squeeze-excite with an in-place activation, and a gate by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.down, self.up = nn.Conv2d(8, 3, 1), nn.Conv2d(3, 8, 1)
+        self.out = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.conv(x), inplace=True)
+        gate = self.up(F.relu_(self.down(F.adaptive_avg_pool2d(x, 1))))
+        return self.out(x * torch.sigmoid(gate))
+
+
+class UNet(nn.Module):
+    """Down, up, and a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(3, 6), nn.SiLU())
+        self.down = nn.Sequential(nn.Conv2d(6, 10, 3, 2, 1), nn.BatchNorm2d(10), nn.ReLU(inplace=True))
+        self.up = nn.ConvTranspose2d(10, 6, 2, 2)
+        self.leave = nn.Conv2d(12, 5, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.enter(x)
+        y = F.interpolate(self.up(self.down(skip)), size=skip.shape[2:], mode="bilinear", align_corners=False)
+        return self.leave(torch.cat([y, skip], 1)).log_softmax(1)
+
+
+@pytest.mark.parametrize("grid", ["n2", "h2", "c2", "c2h2", "h2w2", "c4", "c3", "h3"])
+@pytest.mark.parametrize("model", [Gated, UNet])
+def test_networks(model: type[nn.Module], grid: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", distfx.FallbackWarning)
+        results = check(model, grid, [(3, 3, 12, 10), (2, 3, 9, 11)])
+    assert not any(row.whole for row in results[0]["rows"])
+
+
+def test_model_is_deepcopied_not_changed() -> None:
+    model = Gated()
+    state = copy.deepcopy(model.state_dict())
+    distfx.plan(model, "c2h2", (2, 3, 12, 10))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
