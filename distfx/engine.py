@@ -24,8 +24,9 @@ from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError
 from distfx.grid import Grid
 from distfx.layout import Layout
 from distfx.passes.bind import Values, bind, match_inputs
-from distfx.passes.capture import Capture, InputSpec, capture, describe, infer_inputs
+from distfx.passes.capture import Capture, InputSpec, capture, infer_inputs
 from distfx.passes.compile import Compiled, compile_capture
+from distfx.passes.nodes import describe
 from distfx.passes.planner import Pins
 from distfx.plan import Plan
 from distfx.predict import gradient_buckets, plan_of

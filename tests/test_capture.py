@@ -16,7 +16,8 @@ from torch.fx import Node
 
 import distfx
 from distfx.errors import CaptureError, DistfxError
-from distfx.passes.capture import Capture, capture, describe, infer_inputs
+from distfx.passes.capture import Capture, capture, infer_inputs
+from distfx.passes.nodes import describe
 from tests.ranks import run
 
 aten = torch.ops.aten

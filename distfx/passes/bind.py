@@ -21,7 +21,8 @@ from distfx.errors import DistfxError, SizeError
 from distfx.layout import Layout, Split, Window
 from distfx.moves import Exchange, Move
 from distfx.ops import LocalPart, LocalSize
-from distfx.passes.capture import InputSpec, describe
+from distfx.passes.capture import InputSpec
+from distfx.passes.nodes import describe
 from distfx.symbolic import evaluate, evaluate_shape, show
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from distfx.errors import DistfxError
 from distfx.layout import WHOLE, Layout, Split, is_channel_axis
 from distfx.moves import ReduceScatter
-from distfx.passes.capture import describe
+from distfx.passes.nodes import describe
 from distfx.passes.notation import Word
 from distfx.passes.route import Border, estimate, route
 from distfx.passes.rule import Spec

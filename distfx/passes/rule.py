@@ -11,17 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from distfx.layout import Layout, Window
 from distfx.ops import LocalSize
+from distfx.passes.nodes import aten
 from distfx.passes.notation import Word, parse
 from distfx.symbolic import Size
 
 __all__ = ["Call", "Row", "Site", "Spec", "Words", "aten", "dims_spec", "pattern_spec", "unchanged"]
 
-aten = torch.ops.aten
 Words = tuple[Word, ...]
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 from distfx import ops
 from distfx.layout import Window
 from distfx.ops import LocalSize, LocalStart
-from distfx.passes.capture import arguments
+from distfx.passes.nodes import arguments
 from distfx.passes.rule import Call, Row, Site, aten
 
 __all__ = ["AVG_POOL", "MAX_POOL", "ROWS"]

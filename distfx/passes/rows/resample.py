@@ -14,7 +14,7 @@ from torch.fx import Node
 from distfx import ops
 from distfx.layout import Window
 from distfx.ops import LocalSize, LocalStart
-from distfx.passes.capture import arguments
+from distfx.passes.nodes import arguments
 from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, unchanged
 from distfx.symbolic import Size, maximum
 

@@ -1,0 +1,28 @@
+"""Small questions about nodes of a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+__all__ = ["arguments", "aten", "describe"]
+
+aten = torch.ops.aten
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an ATen call by name, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+
+def describe(node: Node) -> str:
+    """A node as its user knows it: operator, module path, source line."""
+    path, source = node.meta.get("path"), node.meta.get("source")
+    where = f" in {path}" if path else ""
+    line = f" ({source[0]}:{source[1]}: {source[2]})" if source else ""
+    return f"{node.name}{where}{line}"

@@ -1,0 +1,82 @@
+"""In-place writes of the captured graph: made functional where nothing else sees the memory, refused where it does."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from distfx.errors import CaptureError
+from distfx.passes.nodes import aten, describe
+
+__all__ = ["functional", "same_tensor", "writes"]
+
+
+def _gives_view(node: Node) -> bool:
+    """Whether the value of a captured call shares memory with its first argument: views, and parts of a split."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and _gives_view(node.args[0])
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return any(value.alias_info is not None for value in returns)
+
+
+def writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def same_tensor(node: Any) -> list[Node]:
+    """The nodes of the captured graph that stand for the very tensor of ``node``: results of writes into it."""
+    same = [node]
+    while node.op == "call_function" and writes(node):
+        node = node.args[0]
+        same.append(node)
+    return same
+
+
+def _seen_elsewhere(write: Node) -> bool:
+    """Whether memory that ``write`` changes is read later through another view of it."""
+    nodes = list(write.graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    root: Any = write.args[0]
+    parts: dict[Node, Any] = {}  # the splits on the way, and the part that was taken
+    while _gives_view(root):
+        if root.target is operator.getitem:
+            parts[root.args[0]] = root.args[1]
+        root = root.args[0]
+    own = set(same_tensor(write.args[0]))
+    aliases, found = {root}, [root]
+    while found:
+        for user in found.pop().users:
+            disjoint = user.target is operator.getitem and parts.get(user.args[0], user.args[1]) != user.args[1]
+            if user not in aliases and place[user] < place[write] and _gives_view(user) and not disjoint:
+                aliases.add(user)
+                found.append(user)
+    splits = {node for node in aliases if node in parts}
+    return any(place[user] > place[write] for alias in aliases - own - splits for user in alias.users)
+
+
+def functional(node: Node, old: Node) -> Node | None:
+    """The node without side effects. ``None`` for a write into a buffer, which stays."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return node
+    if target in (aten.batch_norm.default, aten.instance_norm.default):
+        return node
+    first = node.args[0] if node.args else None
+    name = target._schema.name.split("::")[1]
+    if isinstance(first, Node) and first.op == "get_attr":
+        return None
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
+    overload = getattr(packet, target._overloadname, None) if packet is not None else None
+    if overload is None or _seen_elsewhere(old):
+        raise CaptureError(
+            f"{describe(node)}: {target} writes in place into a tensor that is read elsewhere, which distfx cannot "
+            "follow. Write it out of place (y = f(x) instead of f_(x))."
+        )
+    node.target = overload
+    node._rename(name[:-1])
+    return node
