@@ -63,7 +63,7 @@ class _Run(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if self.first is None and n.op != "output" and not _means_it(n):
+        if self.first is None and n.meta and n.op != "output" and not _means_it(n):  # without meta: inserted by link
             tensors = [t.detach() for t in tree_leaves(result) if isinstance(t, Tensor) and t.dtype.is_floating_point]
             bad = [t for t in tensors if not bool(t.isfinite().all())]
             if bad:

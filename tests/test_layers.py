@@ -1,0 +1,658 @@
+"""Every other kind of layer: pooling, batch norm, linear, reshapes, elementwise, padding, reductions, parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import distfx
+from tests.exact import check, relative
+from tests.models import cases, layers, on, stack
+from tests.ranks import run
+
+ALGORITHMS = ("stationary-x", "stationary-y", "stationary-w")
+
+
+def same(grid: str, shape: tuple[int, ...], *texts: str, **options: Any) -> list[dict[str, Any]]:
+    """The layers ``texts`` on ``grid`` equal the plain ones."""
+    return check(stack, grid, [shape], kwargs=layers(*texts), **options)
+
+
+# -------------------------------------------------------------------------------------------------- pooling
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        "MaxPool2d(2)",
+        "MaxPool2d(3)",
+        "MaxPool2d(3, 2, 1)",
+        "MaxPool2d(3, 2, 1, ceil_mode=True)",
+        "MaxPool2d(2, 2, ceil_mode=True)",
+        "MaxPool2d(3, 1, 1, dilation=2)",
+        "MaxPool2d((2, 3), (3, 1), (1, 1), dilation=(3, 1), ceil_mode=True)",
+        "MaxPool2d(1, 3)",
+        "AvgPool2d(2)",
+        "AvgPool2d(3, 2, 1)",
+        "AvgPool2d(3, 2, 1, count_include_pad=False)",
+        "AvgPool2d(3, 2, 1, ceil_mode=True)",
+        "AvgPool2d(4, 3, 2, ceil_mode=True, count_include_pad=False)",
+        "AvgPool2d(2, 2, ceil_mode=True)",
+        "AvgPool2d(3, 2, 1, divisor_override=2)",
+        "AvgPool2d(3, 2, 1, True, False, divisor_override=5)",
+        "LPPool2d(2, 3, 2)",
+    ],
+)
+@on("h2", "h2w2", "c2h2")
+def test_pooling(world: int, grid: str, pool: str) -> None:
+    same(grid, (2, 3, 11, 14), "Conv2d(3, 3, 1)", pool)
+
+
+@cases(
+    "grid shape pool",
+    [
+        ("w2", (2, 2, 15), "MaxPool1d(3, 2, 1)"),
+        ("w3", (2, 2, 15), "MaxPool1d(4, 3, 2, dilation=2, ceil_mode=True)"),
+        ("w2", (2, 2, 15), "AvgPool1d(3, 2, 1)"),
+        ("w3", (2, 2, 16), "AvgPool1d(4, 3, 1, ceil_mode=True, count_include_pad=False)"),
+        ("n2w2", (2, 2, 16), "AvgPool1d(5, 1, 2, ceil_mode=True)"),
+        ("w4", (2, 2, 5), "MaxPool1d(5, 1, 2)"),
+        ("d2", (2, 2, 7, 6, 5), "MaxPool3d(3, 2, 1)"),
+        ("d2w2", (1, 2, 7, 6, 5), "MaxPool3d((2, 1, 3), (2, 3, 1), (1, 0, 1), ceil_mode=True)"),
+        ("d2h2", (1, 2, 7, 6, 5), "AvgPool3d(3, 2, 1)"),
+        ("h2w2", (1, 2, 7, 6, 5), "AvgPool3d(3, 2, 1, ceil_mode=True, count_include_pad=False)"),
+        ("d2", (1, 2, 7, 6, 5), "AvgPool3d(2, 1, 1, divisor_override=3)"),
+        ("h4", (1, 2, 5, 5), "MaxPool2d(5, 1, 2)"),
+        ("h4", (1, 2, 3, 5), "MaxPool2d(3, 1, 1)"),
+        ("h4", (1, 2, 6, 5), "AvgPool2d(3, 3)"),
+        ("h4", (1, 2, 3, 5), "AvgPool2d(3, 1, 1, count_include_pad=False)"),
+        ("c4", (1, 2, 6, 5), "MaxPool2d(2)"),
+    ],
+)
+def test_pooling_of_other_ranks_and_tiny_shards(world: int, grid: str, shape: tuple[int, ...], pool: str) -> None:
+    same(grid, shape, f"Conv{len(shape) - 2}d(2, 3, 1)", pool)
+
+
+@cases(
+    "grid shape pool",
+    [
+        ("w2", (2, 2, 9), "AdaptiveAvgPool1d(1)"),
+        ("h2w2", (2, 2, 7, 6), "AdaptiveAvgPool2d(1)"),
+        ("d2h2", (2, 2, 4, 5, 3), "AdaptiveAvgPool3d(1)"),
+        ("h2", (2, 2, 7, 6), "AdaptiveAvgPool2d((3, 2))"),
+        ("h2", (2, 2, 7, 6), "AdaptiveAvgPool2d((None, 1))"),
+        ("h2w2", (2, 2, 7, 6), "AdaptiveMaxPool2d(1)"),
+        ("c2h2", (2, 2, 7, 6), "AdaptiveMaxPool2d((2, 3))"),
+        ("h2", (2, 2, 7, 6), "f('F.max_pool2d(x, 3, 2, 1, return_indices=True)[0]')"),
+    ],
+)
+def test_adaptive_pooling(world: int, grid: str, shape: tuple[int, ...], pool: str) -> None:
+    same(grid, shape, f"Conv{len(shape) - 2}d(2, 3, 1)", pool)
+
+
+# ----------------------------------------------------------------------------------------------- batch norm
+
+
+@pytest.mark.parametrize("train", (True, False), ids=("train", "eval"))
+@pytest.mark.parametrize(
+    "norm",
+    [
+        "BatchNorm2d(5)",
+        "BatchNorm2d(5, affine=False)",
+        "BatchNorm2d(5, track_running_stats=False)",
+        "BatchNorm2d(5, affine=False, track_running_stats=False)",
+        "BatchNorm2d(5, momentum=0.01, eps=1e-3)",
+        "BatchNorm2d(5, momentum=1.0)",
+    ],
+)
+@on("n2", "c2", "h2", "n2c2h2")
+def test_batch_norm(world: int, grid: str, norm: str, train: bool) -> None:
+    texts = ("Conv2d(3, 5, 3, padding=1, bias=False)", norm, "Conv2d(5, 3, 3)")
+    check(stack, grid, [(3, 3, 6, 5), (2, 3, 5, 5)], kwargs=layers(*texts), train=train)
+
+
+@on("n2", "c2", "h2")
+def test_batch_norm_with_cumulative_average(world: int, grid: str) -> None:
+    texts = ("Conv2d(3, 5, 3, padding=1, bias=False)", "BatchNorm2d(5, momentum=None)", "Conv2d(5, 3, 3)")
+    check(stack, grid, [(3, 3, 6, 5), (2, 3, 5, 5)], kwargs=layers(*texts))
+
+
+@cases(
+    "grid shape texts",
+    [
+        ("n2", (4, 3, 9), ("Conv1d(3, 5, 3, bias=False)", "BatchNorm1d(5)")),
+        ("w3", (2, 3, 9), ("Conv1d(3, 5, 3, bias=False)", "BatchNorm1d(5)")),
+        ("n2c2", (4, 6), ("Linear(6, 5, bias=False)", "BatchNorm1d(5)", "ReLU()", "Linear(5, 3)")),
+        ("n3", (4, 6), ("Linear(6, 5, bias=False)", "BatchNorm1d(5)", "ReLU()", "Linear(5, 3)")),
+        ("d2w2", (2, 2, 4, 3, 5), ("Conv3d(2, 3, 3, padding=1, bias=False)", "BatchNorm3d(3)")),
+        ("n4", (5, 3, 2, 1), ("Conv2d(3, 4, 1, bias=False)", "BatchNorm2d(4)")),
+        ("n4", (4, 3, 1, 1), ("Conv2d(3, 4, 1, bias=False)", "BatchNorm2d(4)")),
+        ("h4", (2, 3, 3, 2), ("Conv2d(3, 4, 1, bias=False)", "BatchNorm2d(4)")),
+        ("h4", (4, 3, 1, 1), ("Conv2d(3, 4, 1, bias=False)", "BatchNorm2d(4)")),
+        ("h8", (2, 3, 3, 2), ("Conv2d(3, 4, 1, bias=False)", "BatchNorm2d(4)")),
+        ("c4", (2, 3, 3, 2), ("Conv2d(3, 5, 1, bias=False)", "BatchNorm2d(5)", "Conv2d(5, 2, 1)")),
+        ("c4", (2, 3, 3, 2), ("Conv2d(3, 2, 1, bias=False)", "BatchNorm2d(2)", "Conv2d(2, 3, 1)")),
+        ("c2h2", (2, 3, 1, 3), ("Conv2d(3, 1, 1, bias=False)", "BatchNorm2d(1)", "Conv2d(1, 3, 1)")),
+        ("h2", (2, 3, 4, 4), ("BatchNorm2d(3)", "Conv2d(3, 4, 3, padding=1)")),
+        ("c2h2", (2, 3, 4, 4), ("BatchNorm2d(3)", "Conv2d(3, 4, 3, padding=1)")),
+    ],
+)
+def test_batch_norm_of_tiny_shards(world: int, grid: str, shape: tuple[int, ...], texts: tuple[str, ...]) -> None:
+    """None, one or few values on a rank; every rank; as the first layer."""
+    same(grid, shape, *texts)
+
+
+class FarFromZero(nn.Module):
+    """Batch norm of values with a mean of 1e6: E[x^2] - E[x]^2 would lose all digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1, bias=False)
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x) + 1e6)
+
+
+@on("n2", "h2", "n2h2")
+def test_batch_norm_is_stable(world: int, grid: str) -> None:
+    """The input has lost six digits before; what is left is kept: the variance has them all."""
+    results = run(world, far_from_zero, grid)
+    assert max(results) < 1e-8, results
+
+
+def far_from_zero(grid: str) -> float:
+    torch.manual_seed(0)
+    model = FarFromZero().double()
+    net = distfx.parallelize(model, grid)
+    x = torch.randn(4, 3, 5, 6, dtype=torch.float64)
+    return relative(net(x), model(x))
+
+
+class FrozenNorm(nn.Module):
+    """A batch norm that stays in eval mode while the rest trains, as in detection models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, padding=1)
+        self.frozen = nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 6, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(6)
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv2(F.relu(self.frozen(self.conv1(x)))))
+
+
+@on("n2", "c2", "h2", "n2c2")
+def test_frozen_batch_norm(world: int, grid: str) -> None:
+    check(FrozenNorm, grid, [(2, 3, 6, 5)])
+
+
+# --------------------------------------------------------------------------------------------------- linear
+
+
+@pytest.mark.parametrize("strategy", ("auto", *ALGORITHMS))
+@cases(
+    "grid shape texts",
+    [
+        ("c2", (3, 6), ("Linear(6, 8)", "Tanh()", "Linear(8, 4)")),
+        ("c3", (3, 7), ("Linear(7, 11)", "Tanh()", "Linear(11, 5, bias=False)")),
+        ("c4", (3, 7), ("Linear(7, 11)", "Tanh()", "Linear(11, 2)")),
+        ("n2c2", (3, 7), ("Linear(7, 5)", "Tanh()", "Linear(5, 3)")),
+        ("c2", (2, 5, 6), ("Linear(6, 7)", "GELU()", "Linear(7, 4)")),
+        ("n2c2", (2, 3, 5, 6), ("Linear(6, 7)", "GELU()", "Linear(7, 4)")),
+    ],
+)
+def test_linear(world: int, grid: str, shape: tuple[int, ...], texts: tuple[str, ...], strategy: str) -> None:
+    same(grid, shape, *texts, strategy=strategy)
+
+
+@on("n2", "n3")
+def test_linear_by_samples(world: int, grid: str) -> None:
+    same(grid, (4, 6), "Linear(6, 8)", "Tanh()", "Linear(8, 4)")
+
+
+# ------------------------------------------------------------------------------------------------- reshapes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x.view(x.size(0), -1)",
+        "x.view(x.shape[0], 4 * 8 * 8)",
+        "x.view(-1, 256)",
+        "x.reshape(len(x), -1)",
+        "torch.flatten(x, 1)",
+        "torch.flatten(x, start_dim=1, end_dim=-1)",
+        "x.flatten(2).flatten(1)",
+        "x.flatten(1).unsqueeze(2).squeeze(-1)",
+        "x.view(x.size(0), 2, 2, 8, 8).flatten(1)",
+        "x.contiguous().view(x.size(0), 4, 64).reshape(x.size(0), 256)",
+        "x.permute(0, 2, 3, 1).flatten(1)",
+        "x.transpose(2, 3).reshape(x.size(0), -1)",
+    ],
+)
+@on("n2", "c2", "h2", "n2c2h2", "c4", "w3")
+def test_flatten_to_linear(world: int, grid: str, text: str) -> None:
+    same(grid, (4, 3, 32, 32), "Conv2d(3, 4, 3, 4, 1)", f"f({text!r})", "Linear(256, 3)")
+
+
+@cases(
+    "grid text",
+    [
+        ("c2", "x.view(x.size(0), 2, 3, *x.shape[2:]).mean(2)"),
+        ("c3", "x.view(x.size(0), 3, 2, *x.shape[2:]).sum(1)"),
+        ("c4", "x.view(x.size(0), 2, 3, *x.shape[2:]).mean(2)"),
+        ("c2", "x.view(x.size(0), 2, 3, *x.shape[2:]).transpose(1, 2).flatten(1, 2)"),  # a channel shuffle
+        ("h2", "x.flatten(2)"),
+        ("w2", "x.flatten(2)"),
+        ("n2", "x.flatten(0, 1)"),
+        ("c2", "x.flatten(0, 1)"),
+        ("h2", "x.flatten()"),
+        ("n2h2", "x.flatten()"),
+        ("h2w2", "x.flatten(2).transpose(1, 2)"),
+        ("h2", "x.unsqueeze(1)"),
+        ("c2h2", "x.unsqueeze(2).squeeze(2)"),
+        ("h2", "x.permute(0, 2, 3, 1)"),
+        ("c2h2", "x.permute(0, 2, 3, 1).contiguous()"),
+    ],
+)
+def test_reshape(world: int, grid: str, text: str) -> None:
+    same(grid, (2, 3, 8, 6), "Conv2d(3, 6, 3, padding=1)", f"f({text!r})")
+
+
+@on("c2", "n2c2", "h2", "c4")
+def test_flatten_layer(world: int, grid: str) -> None:
+    """One channel more than the axis divides; the linear layer then has whole channels for its granule."""
+    same(
+        grid, (2, 3, 28, 28), "Conv2d(3, 5, 3, 7, 1)", "ReLU()", "Flatten()", "Linear(80, 6)", "ReLU()", "Linear(6, 2)"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- elementwise
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ReLU()",
+        "ReLU(inplace=True)",
+        "SiLU(inplace=True)",
+        "GELU()",
+        "GELU(approximate='tanh')",
+        "LeakyReLU(0.1, inplace=True)",
+        "PReLU()",
+        "PReLU(5)",
+        "ELU()",
+        "Hardswish()",
+        "Hardtanh(-0.1, 0.2)",
+        "Mish()",
+        "Softplus()",
+        "Identity()",
+        "f('x * x.sigmoid() + x / 3 - 1')",
+        "f('x.mul_(2).relu_()')",
+        "f('x.clamp(min=-0.2).pow(2)')",
+        "f('torch.where(x > 0, x, -0.5 * x)')",
+        "f('torch.maximum(x, 0.1 * x)')",
+        "f('x + torch.ones_like(x)')",
+        "f('x * 2 if x.shape[1] == 5 else x')",
+        "f('x.double().float().double()')",
+    ],
+)
+@on("c2", "n2c2h2")
+def test_elementwise(world: int, grid: str, text: str) -> None:
+    same(grid, (2, 3, 5, 6), "Conv2d(3, 5, 3, padding=1)", text, "Conv2d(5, 4, 1)")
+
+
+@on("c2", "c3", "c4", "h2")
+def test_prelu_slopes_of_uneven_channels(world: int, grid: str) -> None:
+    same(grid, (2, 3, 5, 6), "Conv2d(3, 7, 1)", "PReLU(7)", "Conv2d(7, 4, 1)")
+
+
+class Gate(nn.Module):
+    """Squeeze and excite: a (N, C, 1, 1) gate."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        make = nn.Linear if linear else lambda a, b: nn.Conv2d(a, b, 1)
+        self.down, self.up = make(6, 2), make(2, 6)
+        self.linear = linear
+        self.head = nn.Conv2d(6, 4, 3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        if self.linear:
+            y = self.up(F.relu(self.down(x.mean((2, 3)))))[:, :, None, None]
+        else:
+            y = self.up(F.relu(self.down(F.adaptive_avg_pool2d(x, 1))))
+        return self.head(x * y.sigmoid())
+
+
+@pytest.mark.parametrize("linear", (True, False), ids=("linear", "conv"))
+@on("n2", "c2", "h2", "c2h2", "h2w2", "n2c2", "c4")
+def test_squeeze_and_excite(world: int, grid: str, linear: bool) -> None:
+    check(Gate, grid, [(2, 3, 7, 6)], kwargs={"linear": linear})
+
+
+class Branches(nn.Module):
+    """Sums and products of branches, one of them in place; a branch used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 4, 3, padding=1)
+        self.b = nn.Conv2d(3, 4, 1)
+        self.c = nn.Conv2d(4, 4, 5, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.a(x), self.b(x)
+        c = a * b
+        c += self.c(a)
+        return F.relu_(c) + b
+
+
+@pytest.mark.parametrize("strategy", ("auto", *ALGORITHMS))
+@on("c2", "h2", "c2h2", "n2c2")
+def test_branches(world: int, grid: str, strategy: str) -> None:
+    check(Branches, grid, [(2, 3, 7, 6)], strategy=strategy)
+
+
+@cases(
+    "grid text",
+    [
+        ("c2", "x * x[:, :1]"),
+        ("h2", "x * x[:, :, :1]"),
+        ("h2", "x - x.mean((2, 3), keepdim=True)"),
+        ("c2", "x - x.mean(1, keepdim=True)"),
+        ("c2h2", "x / (x.square().sum(1, keepdim=True) + 1).sqrt()"),
+        ("n2c2", "x - x.mean(0)"),
+        ("c2h2", "x * torch.linspace(0, 1, 6, dtype=x.dtype)"),
+        ("w2", "x * torch.linspace(0, 1, 6, dtype=x.dtype)"),
+        ("h2", "torch.cat([x, 2 * x], 1)"),
+        ("c2", "torch.cat([x, 2 * x], 1)"),
+        ("h2", "x[:, :, ::2, 1:]"),
+        ("c2", "sum(x.chunk(2, 1))"),
+        ("h2", "x.flip(2)"),
+        ("h2", "x.cumsum(2)"),
+        ("h2", "x @ x.transpose(2, 3)"),
+        ("h2", "x.std((2, 3))"),
+        ("h2w2", "x.amax((2, 3))"),
+        ("h2", "x.roll(1, 2)"),
+    ],
+)
+def test_other_expressions(world: int, grid: str, text: str) -> None:
+    """Broadcasts between split dims, and operators without a rule: right in any case."""
+    same(grid, (2, 3, 8, 6), "Conv2d(3, 4, 3, padding=1)", f"f({text!r})")
+
+
+# -------------------------------------------------------------------------------------------------- padding
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "F.pad(x, (1, 2))",
+        "F.pad(x, (1, 2, 3, 4))",
+        "F.pad(x, (1, 2, 3, 4), value=-1.5)",
+        "F.pad(x, (0, 0, 0, 9))",
+        "F.pad(x, (-1, -2, -2, -1))",
+        "F.pad(x, (2, -2, -3, 3), value=0.5)",
+        "F.pad(x, (0, 0, -7, 7))",
+        "F.pad(x, (0, 1, 0, 0, 1, 2))",
+        "F.pad(x, (1, 0, 1, 0, 0, 0, 1, 2))",
+        "F.pad(x, (0, 0, 0, 0, -1, 1))",
+        "F.pad(x, (1, 2, 3, 4), 'reflect')",
+        "F.pad(x, (0, 0, 7, 7), 'reflect')",
+        "F.pad(x, (1, 2, 3, 9), 'replicate')",
+        "F.pad(x, (1, 2, 8, 5), 'circular')",
+        "F.pad(x, (1, -1, -2, 2), 'replicate')",
+    ],
+)
+@on("h2", "c2", "h2w2", "n2h2", "h4")
+def test_pad(world: int, grid: str, text: str) -> None:
+    same(grid, (2, 3, 8, 6), "Conv2d(3, 4, 3, padding=1)", f"f({text!r})")
+
+
+@pytest.mark.parametrize("layer", ["ZeroPad2d((1, 0, 2, 1))", "ReplicationPad2d(2)", "ConstantPad2d(-1, 0.0)"])
+@on("h2", "c2h2")
+def test_pad_layers_first(world: int, grid: str, layer: str) -> None:
+    """On the input itself, which a convolution then reads through its own window."""
+    same(grid, (2, 3, 10, 9), layer, "Conv2d(3, 4, 3, 2)", "ReLU()", "Conv2d(4, 2, 2)")
+
+
+# ----------------------------------------------------------------------------------------------- reductions
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x.mean((2, 3))",
+        "x.mean([-1, -2], keepdim=True)",
+        "x.mean(2)",
+        "x.mean(1)",
+        "x.mean(0, keepdim=True)",
+        "x.mean()",
+        "x.sum((2, 3))",
+        "x.sum(1, keepdim=True)",
+        "x.sum(0)",
+        "x.sum()",
+        "x.square().mean((0, 2, 3)).sqrt()",
+        "x.sum(-1).mean(-1)",
+        "x.mean((2, 3)).softmax(1)",
+    ],
+)
+@on("c2", "n2h2", "h2w2", "n2c2h2")
+def test_reductions(world: int, grid: str, text: str) -> None:
+    same(grid, (3, 3, 5, 6), "Conv2d(3, 5, 3, padding=1)", f"f({text!r})")
+
+
+# --------------------------------------------------------------------------------------- inputs and outputs
+
+
+class Outputs(nn.Module):
+    """Features of two levels and a pooled one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.low = nn.Conv2d(3, 4, 3, 2, 1)
+        self.high = nn.Conv2d(4, 6, 3, 2, 1)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        low = self.low(x)
+        high = self.high(torch.tanh(low))
+        pooled = high.mean((2, 3))
+        if self.kind == "dict":
+            return {"low": low, "high": high, "pooled": pooled}
+        return (low, high, pooled) if self.kind == "tuple" else [low, high, pooled, low.sum()]
+
+
+@pytest.mark.parametrize("kind", ("tuple", "list", "dict"))
+@on("c2", "h2", "n2c2h2")
+def test_several_outputs(world: int, grid: str, kind: str) -> None:
+    check(Outputs, grid, [(2, 3, 9, 10)], kwargs={"kind": kind})
+
+
+class SameOutput(nn.Module):
+    """One tensor returned twice, and the input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.conv(x)
+        return y, y, x
+
+
+@on("c2", "h2")
+def test_one_tensor_returned_twice(world: int, grid: str) -> None:
+    check(SameOutput, grid, [(2, 3, 6, 6)])
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+class Twice(nn.Module):
+    """One convolution applied twice, and a weight that two layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.one = nn.Conv2d(4, 6, 1)
+        self.two = nn.Conv2d(4, 6, 1)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(torch.tanh(self.conv(x)))
+        return self.one(x) * self.two(F.avg_pool2d(x, 3, 1, 1))
+
+
+@pytest.mark.parametrize("strategy", ("auto", *ALGORITHMS))
+@on("n2", "c2", "h2", "c2h2", "c4")
+def test_shared_parameters(world: int, grid: str, strategy: str) -> None:
+    check(Twice, grid, [(2, 4, 6, 5)], strategy=strategy)
+
+
+class Scaled(nn.Module):
+    """Layer scale, a parameter in an expression, one used in two ways, a buffer, and a weight made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3, padding=1)
+        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, 5))
+        self.beta = nn.Parameter(torch.randn(1, 5, 1, 1))
+        self.alpha = nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("mean", torch.rand(3, 1, 1))
+        self.weight = nn.Parameter(torch.randn(4, 5, 3, 3) / 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x - self.mean)
+        x = x * self.gamma[:, None, None] + self.beta * self.alpha
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, weight, padding=1) + self.alpha * x.mean(1, keepdim=True)
+
+
+@on("", "n2", "c2", "c3", "h2", "c2h2", "n2c2", "h2w2")
+def test_parameters_in_expressions(world: int, grid: str) -> None:
+    check(Scaled, grid, [(2, 3, 6, 5)])
+
+
+class PositionEmbedding(nn.Module):
+    """A parameter with a dim of space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, 4, 1)
+        self.where = nn.Parameter(torch.randn(1, 4, 8, 8))
+        self.head = nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x) + self.where)
+
+
+@on("n2", "c2", "h2", "c2h2", "h3")
+def test_parameter_with_space(world: int, grid: str) -> None:
+    check(PositionEmbedding, grid, [(2, 3, 32, 32)])
+
+
+class Normalized(nn.Module):
+    """Weight norm, a parametrization of torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+@on("n2", "c2", "h2")
+def test_weight_norm(world: int, grid: str) -> None:
+    check(Normalized, grid, [(2, 3, 6, 5)])
+
+
+def frozen(grid: str, names: tuple[str, ...]) -> dict[str, float]:
+    """The errors of a model some of whose parameters need no gradient; one that has a gradient all the same is 1."""
+    torch.manual_seed(5)
+    texts = ("Conv2d(3, 4, 3, padding=1, bias=False)", "BatchNorm2d(4)", "ReLU()", "Conv2d(4, 5, 3, 2, 1)", "Flatten()")
+    model = stack(*texts, "Linear(5 * 16 * 16, 3)").double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(names))
+    plain = copy.deepcopy(model)
+    net = distfx.parallelize(model, grid)
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    with distfx.record_comm() as ledger:
+        have = net(x)
+        have.square().sum().backward()
+    want = plain(x)
+    want.square().sum().backward()
+    errors = {"output": relative(have, want), "bytes": float(abs(net.plan.bytes() - ledger.bytes()))}
+    expected = dict(plain.named_parameters())
+    for name, parameter in net.named_parameters():
+        assert parameter.requires_grad == expected[name].requires_grad
+        if expected[name].grad is None:
+            errors[name] = float(parameter.grad is not None)
+        else:
+            errors[name] = relative(parameter.grad.full_tensor(), expected[name].grad)
+    return errors
+
+
+@cases(
+    "grid names",
+    [
+        (grid, names)
+        for grid in ("n2", "c2", "h2", "n2c2")
+        for names in (("0", "1"), ("3",), ("5", "3"), ("0.weight", "5.bias"))
+    ],
+)
+def test_frozen_parameters(world: int, grid: str, names: tuple[str, ...]) -> None:
+    for errors in run(world, frozen, grid, names):
+        assert max(errors.values()) < 1e-10, errors
+
+
+@on("c2", "h2", "n2")
+def test_no_gradients_at_all(world: int, grid: str) -> None:
+    """Under ``no_grad`` nothing is kept for a backward pass."""
+    for error, needs in run(world, without_gradients, grid):
+        assert error < 1e-12 and not needs
+
+
+def without_gradients(grid: str) -> tuple[float, bool]:
+    torch.manual_seed(5)
+    model = stack("Conv2d(3, 4, 3, padding=1)", "BatchNorm2d(4)", "Conv2d(4, 2, 3)").double().eval()
+    net = distfx.parallelize(model, grid)
+    x = torch.randn(2, 3, 7, 6, dtype=torch.float64)
+    with torch.no_grad():
+        have, want = net(x), model(x)
+    return relative(have, want), have.requires_grad
+
+
+def accumulated(grid: str) -> dict[str, float]:
+    """The errors of gradients that three calls have added up."""
+    torch.manual_seed(5)
+    model = stack("Conv2d(3, 4, 3, padding=1, bias=False)", "BatchNorm2d(4)", "ReLU()", "Conv2d(4, 2, 3)").double()
+    plain = copy.deepcopy(model)
+    net = distfx.parallelize(model, grid)
+    for batch in (2, 3, 2):
+        x = torch.randn(batch, 3, 7, 6, dtype=torch.float64)
+        net(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    expected = dict(plain.named_parameters())
+    return {name: relative(p.grad.full_tensor(), expected[name].grad) for name, p in net.named_parameters()}
+
+
+@on("n2", "c2", "h2", "n2c2")
+def test_gradients_accumulate(world: int, grid: str) -> None:
+    for errors in run(world, accumulated, grid):
+        assert max(errors.values()) < 1e-10, errors
