@@ -165,9 +165,8 @@ def overhead(rounds: int) -> None:
                     times[name].append(time.perf_counter() - clock)
         ratio = statistics.median(b / a for a, b in zip(times["plain"], times["distfx"], strict=True))
         medians = [statistics.median(times[name]) for name in ("plain", "distfx")]
-        print(
-            f"({case}) {title}: {medians[0]:.4f} s plain, {medians[1]:.4f} s distfx, {100 * (ratio - 1):+.1f} % (median of ratios)"
-        )
+        over = f"{100 * (ratio - 1):+.1f} % (median of ratios)"
+        print(f"({case}) {title}: {medians[0]:.4f} s plain, {medians[1]:.4f} s distfx, {over}")
 
 
 def main() -> None:

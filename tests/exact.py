@@ -59,7 +59,9 @@ def exact(
     errors: dict[str, float] = {}
     bytes_: list[tuple[int, int]] = []
     messages: list[tuple[int, int]] = []
-    loss = loss or (lambda y: sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in _tensors(y)))
+    loss = loss or (
+        lambda y: sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in _tensors(y))
+    )
     for number, shape in enumerate(itertools.chain.from_iterable([shapes] * steps)):
         x = torch.randn(*shape, dtype=dtype)
         mine, theirs = x.clone().requires_grad_(input_grad), x.clone().requires_grad_(input_grad)
@@ -85,14 +87,22 @@ def exact(
         assert list(full) == list(state)
         for name, value in full.items():
             errors[f"{number} state {name}"] = relative(value, state[name])
-    return {"errors": errors, "bytes": bytes_, "messages": messages, "rows": net.plan.rows, "sum": math.fsum(errors.values())}
+    return {
+        "errors": errors,
+        "bytes": bytes_,
+        "messages": messages,
+        "rows": net.plan.rows,
+        "sum": math.fsum(errors.values()),
+    }
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value.values() if isinstance(value, dict) else value)
 
 
-def check(build: Callable[..., nn.Module], grid: str, shapes: Sequence[Sequence[int]], **options: Any) -> list[dict[str, Any]]:
+def check(
+    build: Callable[..., nn.Module], grid: str, shapes: Sequence[Sequence[int]], **options: Any
+) -> list[dict[str, Any]]:
     """Run :func:`exact` on as many ranks as ``grid`` has, and assert that everything is equal on every rank."""
     results = run(ranks_of(grid), exact, build, grid, shapes, timeout=120, **options)
     limit = TOLERANCE[options.get("dtype", torch.float64)]

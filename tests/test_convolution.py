@@ -85,7 +85,7 @@ def test_halo_against_shard(world: int, grid: str, extent: int, layer: str) -> N
     [
         (grid, f"Conv2d({inside}, {outside}, 3, padding=1)")
         for grid in ("c2", "c3", "c4")
-        for inside, outside in ((3, 7), (7, 11), (11, 3), (1, 4), (4, 1), (2, 2))
+        for inside, outside in ((3, 7), (7, 11), (11, 3), (1, 4))
     ],
 )
 @pytest.mark.parametrize("strategy", ("auto", *ALGORITHMS))
@@ -256,7 +256,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("what", WHOLE)
-@on("h2", "c2", "n2c2", "c2h2")
+@on("h2", "c2h2")
 def test_lbann_distconv_operators_over_whole_dims(world: int, grid: str, what: str) -> None:
     """Bilinear upsampling, group and instance norm, softmax over H: right, by a rule or whole on every rank."""
     same(grid, (2, 3, 8, 6), "Conv2d(3, 4, 3, padding=1, bias=False)", WHOLE[what], "Conv2d(4, 3, 3, padding=1)")
