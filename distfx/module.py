@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -21,6 +23,18 @@ from distfx.predict import gradient_buckets, plan_of
 from distfx.runtime.parameters import Gradients, distribute
 
 __all__ = ["ParallelModule"]
+
+
+@contextmanager
+def _quiet_redistribution() -> Iterator[None]:
+    """DTensor warns that a dim split by two axes (``C/(c0,c1)``) takes two gathers: so it does."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class ParallelModule(nn.Module):
@@ -168,7 +182,8 @@ class ParallelModule(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state dict with whole plain tensors: what the original model loads. All ranks must call it."""
         self._engine.present(self.training)
-        return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in self.state_dict().items()}
+        with _quiet_redistribution():
+            return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in self.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load DTensors of any grid, or whole plain tensors, under the original model's keys."""

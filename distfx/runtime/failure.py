@@ -150,10 +150,8 @@ def _report(where: str, members: Sequence[int], error: BaseException) -> str:
             known = _ask(me, where, members, asked, told)
             peers = _blame(me, members, known)
         except Exception:
-            known, peers = (
-                {},
-                "the store where the ranks met does not answer: rank 0, or the launcher that keeps it, is gone",
-            )
+            known = {}
+            peers = "the store where the ranks met does not answer: rank 0, or the launcher that keeps it, is gone"
         where += f" failed{f' with rank {peer}' if (peer := getattr(error, 'peer', None)) is not None else ''}"
         text = f"rank {me}: {where}: {peers}\n  {type(error).__name__}: {first}"
         if known:

@@ -57,9 +57,9 @@ def add_blocks(*blocks: Tensor) -> Tensor:
     return result
 
 
-def mean(x: Tensor, dims: Sequence[int], *, keepdim: bool, count: int) -> Tensor:
+def mean(x: Tensor, dims: Sequence[int], *, keepdim: bool, count: int, dtype: torch.dtype | None = None) -> Tensor:
     """The sum over ``dims`` divided by the global ``count``: this rank's part of a mean."""
-    return x.sum(list(dims), keepdim=keepdim) / count
+    return x.sum(list(dims), keepdim=keepdim, dtype=dtype) / count
 
 
 def conv_transpose(

@@ -49,8 +49,9 @@ def _local_mean(dims: Callable[[Node], Sequence[int]]) -> Callable[[Site], Call]
             return unchanged(site)
         shape = site.spec.operands[0][0].meta["shape"]
         over = list(dims(site.node))
-        keepdim = len(site.node.meta["shape"]) == len(shape)
-        return ops.mean, (site.args[0], over), {"keepdim": keepdim, "count": product(shape[dim] for dim in over)}
+        words = {"keepdim": len(site.node.meta["shape"]) == len(shape), "count": product(shape[dim] for dim in over)}
+        dtype = {key: value for key, value in site.node.kwargs.items() if key == "dtype"}
+        return ops.mean, (site.args[0], over), words | dtype
 
     return local
 
