@@ -158,16 +158,18 @@ def _check_supported(model: nn.Module, training: bool) -> None:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """A capture that fails is reported by the error alone."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """A capture that fails is reported by the error alone; that sizes of one are fixed is meant where it happens."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "_export.non_strict_utils")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _parameters(model: nn.Module) -> list[str]:
