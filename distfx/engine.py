@@ -6,6 +6,7 @@ and the graph of every compilation.
 
 from __future__ import annotations
 
+import inspect
 import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError
 from distfx.grid import Grid
 from distfx.layout import Layout
 from distfx.passes.bind import Values, bind, match_inputs
-from distfx.passes.capture import Capture, InputSpec, capture, infer_inputs
+from distfx.passes.capture import Capture, InputSpec, capture, constants_of, infer_inputs
 from distfx.passes.compile import Compiled, compile_capture
 from distfx.passes.nodes import describe
 from distfx.passes.planner import Pins
@@ -68,11 +69,13 @@ class Engine:
         self.agreed = {True: 0, False: 0}
         self.ones: dict[tuple[bool, int, frozenset[Any]], bool] = {}
         """Whether a graph is right where these of its sizes are one."""
+        self.adopted: dict[str, Layout] = {}
+        """How the parallel module holds its parameters and buffers, once it does."""
         self.inferred = False
         """Whether the example was guessed from a linear layer, whose input may have any rank."""
         self.latest: dict[bool, int] = {True: 0, False: 0}
-        self.prepared: dict[Any, tuple[int, Runnable, list[bool]]] = {}
-        """For each kind of call the number of its graph, what to run, and which inputs come as parts."""
+        self.prepared: dict[Any, tuple[int, Runnable]] = {}
+        """For each kind of call the number of its graph, and what to run."""
         self.last: dict[bool, Plan] = {}
         """For each mode the plan at the shape of its last call."""
 
@@ -82,7 +85,8 @@ class Engine:
     def stored(self) -> dict[str, Layout]:
         """How parameters and buffers are stored: as the first graph that uses them decided."""
         graphs = [compiled for mode in self.compiled.values() for compiled in mode]
-        return {name: layout for compiled in reversed(graphs) for name, layout in compiled.stored.items()}
+        found = {name: layout for compiled in reversed(graphs) for name, layout in compiled.stored.items()}
+        return found | self.adopted
 
     def compile(
         self,
@@ -207,22 +211,21 @@ class Engine:
 
         ``ready`` gives the parameters and buffers; it is called once the graph is known.
         """
-        key = self._signature(training, tensors)
+        key = (*self._signature(training, tensors), *constants_of((args, kwargs)))
         agree(self.grid.size, "inputs", "\n".join(key))
         self.compile_together(training, args, kwargs)
         parameters = ready(self.compiled[training][0])
-        parts = tuple(tuple(t.to_local().shape) for t in tensors if isinstance(t, DTensor))
+        local = self._agree_on_parts(self.compiled[training][0], tensors)
         state = tuple((p.requires_grad, p.dtype) for p in parameters.values())
-        entry = (training, key, parts, state)
+        entry = (training, key, tuple(local), state)
         if entry not in self.prepared:
             number, specs, values = self._fit(training, args, kwargs, tensors, ready)
             compiled = self.compiled[training][number]
-            local = [self._is_local(compiled, s.name, t) for s, t in zip(specs, tensors, strict=True)]
             inputs = {s.name: t.requires_grad for s, t in zip(specs, tensors, strict=True)}
             given = {s.name for s, is_local in zip(specs, local, strict=True) if is_local}
             runnable = self._bind(compiled, values, given, inputs, ready(compiled))
-            self.prepared[entry] = (number, runnable, local)
-        number, runnable, local = self.prepared[entry]
+            self.prepared[entry] = (number, runnable)
+        number, runnable = self.prepared[entry]
         self.latest[training], self.last[training] = number, runnable.plan
         return (
             self.compiled[training][number],
@@ -241,8 +244,11 @@ class Engine:
         """The number of the graph that is right for these inputs, made now if there is none yet."""
         shapes, dtypes = [tuple(t.shape) for t in tensors], [t.dtype for t in tensors]
         problem: SizeError | None = None
+        values: Values = {}
         for attempt in range(2):
             for number, compiled in enumerate(self.compiled[training]):
+                if compiled.capture.constants != constants_of((args, kwargs)):
+                    continue
                 specs = _retyped(compiled, ready(compiled))
                 try:
                     values = match_inputs(specs, shapes, dtypes, any_rank=self.inferred)
@@ -258,7 +264,8 @@ class Engine:
                 except CaptureError:
                     if problem is not None:
                         raise problem from None
-                    bind(self.compiled[training][0].module, values, self.grid.at(self.grid.rank))  # names the layer
+                    if values:  # names the layer
+                        bind(self.compiled[training][0].module, values, self.grid.at(self.grid.rank))
                     raise
         raise DistfxError(f"no graph of {type(self.model).__name__} could be captured that holds for {shapes}")
 
@@ -280,6 +287,13 @@ class Engine:
         )
         self.ones[training, number, ones] = same
         return same
+
+    def ordered(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments in the order of the model's signature, however they were given."""
+        if len(kwargs) < 2:
+            return dict(kwargs)
+        order = {name: i for i, name in enumerate(inspect.signature(self.model.forward).parameters)}
+        return dict(sorted(kwargs.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
 
     def draw_seed(self, compiled: Compiled) -> int:
         """The seed of a pass with random operators: rank 0's. Nothing is drawn or sent for others."""
@@ -306,7 +320,7 @@ class Engine:
     def _check_batch(self, specs: Sequence[InputSpec], tensors: Sequence[Tensor]) -> None:
         samples = self.grid.axes.get("n", 1)
         for spec, tensor in zip(specs, tensors, strict=True):
-            if tensor.dim() and tensor.shape[0] < samples:
+            if tensor.dim() and tensor.shape[0] < samples and not isinstance(spec.shape[0], int):
                 raise DistfxError(
                     f"input {spec.name} has a batch of {tensor.shape[0]}, smaller than the grid's axis n={samples}: "
                     "give a larger batch, or split space or channels instead of samples."
@@ -322,7 +336,8 @@ class Engine:
     ) -> Runnable:
         bound = bind(compiled.module, values, self.grid, local)
         trained = {name: tensor.requires_grad for name, tensor in parameters.items()}
-        buckets = gradient_buckets(bound, trained, self.grid)
+        dtypes = {name: tensor.dtype for name, tensor in parameters.items()}
+        buckets = gradient_buckets(bound, trained, self.grid, dtypes)
         plan = plan_of(compiled, bound, self.grid, inputs, trained, buckets)
         linked = link(bound.module, self.grid, buckets)
         return Runnable(Checked(linked, self.grid) if self.check else linked, buckets, plan)
@@ -337,6 +352,18 @@ class Engine:
         layout = node.meta["layout"]
         assert isinstance(layout, Layout)
         return layout
+
+    def _agree_on_parts(self, compiled: Compiled, tensors: Sequence[Tensor]) -> list[bool]:
+        """Which inputs come as the parts that the plan has, on all ranks: if a DTensor's do on some only, on none."""
+        if not any(isinstance(tensor, DTensor) for tensor in tensors):
+            return [False] * len(tensors)
+        names = [spec.name for spec in compiled.capture.inputs]
+        known = len(names) == len(tensors)
+        fits = [known and self._is_local(compiled, n, t) for n, t in zip(names, tensors, strict=False)]
+        flags = torch.tensor([int(fit) for fit in fits] + [0] * (len(tensors) - len(fits)))
+        if self.grid.size > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MIN)
+        return [bool(flag) for flag in flags.tolist()]
 
     def _is_local(self, compiled: Compiled, name: str, tensor: Tensor) -> bool:
         """Whether a DTensor input is split just as the plan has it."""

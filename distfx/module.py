@@ -80,6 +80,8 @@ class ParallelModule(nn.Module):
                         shard = nn.Parameter(shard, requires_grad=value.requires_grad)
                     made[id(value)] = shard
                 self._register(name, made[id(value)], persistent=name in persistent)
+            layouts = {name: self._layout(name, value) for name, value in entries}
+            self._engine.adopted = layouts
         constants = [n for n in compiled.module.graph.find_nodes(op="get_attr") if str(n.target) not in self._slots]
         for node in constants:  # made in forward, and no part of the state
             name = str(node.target)
@@ -118,6 +120,7 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own: plain tensors are global, the same on all ranks; DTensors are sharded already."""
+        kwargs = self._engine.ordered(kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         compiled, runnable, inputs = self._engine.prepare(self.training, args, kwargs, tensors, self._adopt)
         tensors_now = {name: owner[leaf] for name, (owner, leaf) in self._slots.items()}

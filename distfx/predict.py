@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from distfx import ledger, ops
@@ -28,13 +29,23 @@ def _has_gradient(bound: Bound, inputs: Mapping[str, bool], trained: Mapping[str
             result[node] = inputs.get(node.name, False)
         elif node.op == "get_attr":
             result[node] = trained.get(str(node.target), False)
-        elif node.target in (aten.detach.default, ops.refresh):
+        elif node.target in _CONSTANT:
             result[node] = False
         else:
             dtype = node.meta.get("dtype")
             differentiable = dtype is None or dtype.is_floating_point or dtype.is_complex
             result[node] = differentiable and any(result[operand] for operand in node.all_input_nodes)
     return result
+
+
+_CONSTANT = (
+    ops.refresh,
+    aten.detach.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+)
+"""Operators whose result has no gradient whatever its operands have."""
 
 
 def _counts(node: Node, has_gradient: Mapping[Node, bool], grid: Grid) -> tuple[int, int, int, int] | None:
@@ -85,13 +96,17 @@ def _nbytes(node: Node) -> int:
     return int(math.prod(node.meta["local"]) * node.meta["dtype"].itemsize)
 
 
-def gradient_buckets(bound: Bound, trained: Mapping[str, bool], grid: Grid) -> list[Bucket]:
-    """The buckets in which the gradients of a graph's parameters are reduced."""
+def gradient_buckets(
+    bound: Bound, trained: Mapping[str, bool], grid: Grid, dtypes: Mapping[str, torch.dtype] | None = None
+) -> list[Bucket]:
+    """The buckets in which the gradients of a graph's parameters are reduced; ``dtypes`` as they are now."""
+    now = dtypes or {}
     wanted = []
     for node in _in_order_of_use(bound):
         if trained.get(str(node.target)):
             axes = tuple(axis for axis in grid.axes if axis in node.meta["layout"].varying)
-            wanted.append((str(node.target), axes, _nbytes(node), node.meta["dtype"]))
+            dtype = now.get(str(node.target), node.meta["dtype"])
+            wanted.append((str(node.target), axes, _nbytes(node), dtype))
     return make_buckets(wanted, grid)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "Size",
     "ceildiv",
     "evaluate",
+    "evaluate_number",
     "evaluate_shape",
     "floordiv",
     "maximum",
@@ -113,6 +114,19 @@ def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
     if not result.is_number:
         raise ValueError(f"size {size} still depends on {sorted(map(str, result.free_symbols))}")
     return int(result)
+
+
+def evaluate_number(value: Any, values: Mapping[sympy.Symbol, int]) -> Any:
+    """A size, a fraction or a condition of sizes as an argument of a call: an int, a float or a bool.
+
+    >>> H = sympy.Symbol("H", integer=True, positive=True)
+    >>> evaluate_number(H / 2, {H: 3}), evaluate_number(H + 1, {H: 3}), evaluate_number(H > 2, {H: 3})
+    (1.5, 4, True)
+    """
+    result = value.xreplace({symbol: sympy.Integer(number) for symbol, number in values.items()})
+    if result in (sympy.true, sympy.false):
+        return bool(result)
+    return int(result) if result.is_integer else float(result)
 
 
 def evaluate_shape(shape: Iterable[Size], values: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:

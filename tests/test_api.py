@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import distfx
 from tests.exact import relative
@@ -398,3 +398,117 @@ def branching() -> tuple[float, int]:
 def test_models_that_branch_on_sizes_have_a_graph_for_each_case() -> None:
     for error, graphs in run(2, branching):
         assert error < 1e-5 and graphs > 2
+
+
+class Peculiar(nn.Module):
+    """Fractions of sizes, constants of each mode, a head for training only, buffers written in a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.aux = nn.Conv2d(8, 8, 1)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("ema", torch.zeros(1, 8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, w = x.shape[-2:]
+        y = self.conv(x) * (3.5 / (h * w)) * self.gain.type_as(x)
+        self.ema.mul_(0.9).add_(y.detach().mean((0, 2, 3), keepdim=True))
+        if self.training:
+            y = self.aux(y) * torch.tensor(2.0, dtype=torch.float64)
+        return y * torch.tensor(3.0, dtype=torch.float64) - self.ema.detach()
+
+
+def peculiar(grid: str, first: bool) -> float:
+    torch.manual_seed(3)
+    model = Peculiar().double().train(first)
+    net, plain = distfx.parallelize(model, distfx.Grid.parse(grid)), copy.deepcopy(model)
+    errors = []
+    for train in (first, not first, first):
+        net.train(train)
+        plain.train(train)
+        x = torch.randn(4, 3, 6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        have, want = net(x), plain(x)
+        errors.append(relative(have, want))
+        for module in (net, plain):
+            module.zero_grad()
+        have.square().sum().backward()
+        want.square().sum().backward()
+        expected = dict(plain.named_parameters())
+        pairs = [(p.grad, expected[n].grad) for n, p in net.named_parameters() if expected[n].grad is not None]
+        errors += [relative(a.full_tensor(), b) for a, b in pairs]
+    errors += [relative(value, plain.state_dict()[key]) for key, value in net.full_state_dict().items()]
+    return max(errors)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("grid", ["c2", "n2", "h2"])
+def test_peculiar_models(grid: str, first: bool) -> None:
+    assert max(run(2, peculiar, grid, first)) < 1e-10
+
+
+def keywords() -> float:
+    torch.manual_seed(3)
+    model = Several().double()
+    net = distfx.parallelize(model, distfx.Grid(h=2))
+    x, y = (torch.randn(2, 3, 7, 6, dtype=torch.float64) for _ in range(2))
+    errors = [relative(net(x=x, y=y)["sum"], model(x, y)["sum"]), relative(net(y=y, x=x)["sum"], model(x, y)["sum"])]
+    errors += [relative(net(x, y, factor)["sum"], model(x, y, factor)["sum"]) for factor in (3.0, 5.0, 3.0)]
+    return max(errors)
+
+
+def test_keywords_in_any_order_and_other_arguments() -> None:
+    assert max(run(2, keywords)) < 1e-12
+
+
+def chunked_input() -> float:
+    """DTensor cuts 8 samples into 3, 3, 2; distfx into 2, 3, 3: on one rank the shapes agree."""
+    net, plain = pair("n3", Image)
+    x = torch.randn(8, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    given = distribute_tensor(x, net.grid.mesh, [Shard(0)])
+    return relative(net(given), plain(x))
+
+
+def test_a_dtensor_cut_otherwise_on_some_ranks_only() -> None:
+    assert max(run(3, chunked_input)) < 1e-12
+
+
+class Levels(nn.Module):
+    """A level with fewer rows than ranks, joined by a concatenation; a class map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 4, 3, 4, 1)
+        self.side = nn.Conv2d(3, 4, 1, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.cat([self.down(x), self.side(x)], 1)
+        return y, y.argmax(1)
+
+
+def levels() -> tuple[float, bool]:
+    net, plain = pair("h4", Levels)
+    x = torch.randn(2, 3, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (have, classes), (want, expected) = net(x), plain(x)
+    have.sum().backward()
+    return relative(have, want), torch.equal(classes, expected)
+
+
+def test_empty_shards_in_a_concatenation_and_an_argmax() -> None:
+    for error, same in run(4, levels):
+        assert error < 1e-12 and same
+
+
+def second_derivative() -> str:
+    net, _ = pair("h2", Image)
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    try:
+        grad.square().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_second_derivatives_are_refused_not_wrong() -> None:
+    assert all("once_differentiable" in text for text in run(2, second_derivative))

@@ -23,7 +23,7 @@ from distfx.moves import Exchange, Move
 from distfx.ops import LocalPart, LocalSize
 from distfx.passes.capture import InputSpec
 from distfx.passes.nodes import describe
-from distfx.symbolic import evaluate, evaluate_shape, show
+from distfx.symbolic import evaluate, evaluate_number, evaluate_shape, show
 
 if TYPE_CHECKING:
     from distfx.grid import Grid
@@ -96,7 +96,7 @@ def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str]
             return int(numbered.at(coords))
         if isinstance(value, LocalPart):
             return int(value.at(coords))
-        return evaluate(value, values) if isinstance(value, sympy.Expr) else value
+        return evaluate_number(value, values) if isinstance(value, sympy.Basic) else value
 
     for node in module.graph.nodes:
         new = graph.node_copy(node, lambda operand: copies[operand])

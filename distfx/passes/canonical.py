@@ -148,6 +148,8 @@ def canonical(graph: Graph, node: Node) -> None:
         _shuffle(graph, node)
     elif target is aten.stack.default:
         _stacked(graph, node)
+    elif target is aten.type_as.default:
+        node.args, node.target = (source, node.meta["dtype"]), aten.to.dtype
     elif target is aten.concat.default:
         node.target = aten.cat.default
     elif target in _CONVOLUTIONS or target in _TRANSPOSED:

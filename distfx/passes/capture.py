@@ -7,6 +7,7 @@ nodes ``meta`` has ``shape`` (global, in the input's symbols), ``dtype``, ``path
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import re
@@ -54,6 +55,8 @@ class Capture:
     """What the graph takes for granted of the sizes: where the model branched on them, or an operator did."""
     training: bool
     mutated: frozenset[str]
+    constants: tuple[str, ...] = ()
+    """The arguments that are not tensors, which the graph has fixed."""
 
     @property
     def graph(self) -> Graph:
@@ -123,6 +126,8 @@ def capture(
 ) -> Capture:
     """Capture ``model`` in train or eval mode. The model is left as it was. ``batch=0``: sizes of one stay one."""
     _check_supported(model, training)
+    leading = [v.shape[0] for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and v.dim()]
+    batch = batch if all(size == 1 for size in leading) else 0  # otherwise a leading one is there to broadcast
     examples = tuple(pytree.tree_map(lambda v: _enlarged(v, batch), tuple(args)))
     keywords = dict(pytree.tree_map(lambda v: _enlarged(v, batch), dict(kwargs or {})))
 
@@ -142,6 +147,7 @@ def capture(
             raise CaptureError(_explain(model, examples, error)) from error
     module = program.module(check_guards=False)
     result = _normalise(module, program, training)
+    result.constants = constants_of((examples, keywords))
     result.module.graph.lint()
     return result
 
@@ -172,6 +178,11 @@ def _silence() -> Iterator[None]:
             logger.setLevel(level)
 
 
+def constants_of(arguments: Any) -> tuple[str, ...]:
+    """The arguments of a call that are not tensors, as text."""
+    return tuple(repr(leaf) for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, torch.Tensor))
+
+
 def _parameters(model: nn.Module) -> list[str]:
     return list(inspect.signature(model.forward).parameters)
 
@@ -198,6 +209,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
     values: dict[Node, Any] = {}
     inputs: list[InputSpec] = []
     mutated: set[str] = set()
+    known = set(program.state_dict)
 
     def sized(size: Any) -> Any:
         size = size_of(size)
@@ -221,19 +233,19 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
         value = node.meta.get("val")
         if node.op == "call_function" and (value is None or isinstance(value, _NUMBERS)):
             continue
+        if node.op == "get_attr" and str(node.target) not in known:
+            node.target = _constant(module, str(node.target))
+        if node.op == "placeholder" and not isinstance(value, torch.Tensor):
+            continue  # its value is in the graph
         new = graph.node_copy(node, literal)
         new.meta = _meta(node, sized)
         values[node] = new
         if node.op == "placeholder":
-            if not isinstance(value, torch.Tensor):
-                continue
             inputs.append(InputSpec(new.name, new.meta["shape"], value.dtype))
         if node.op == "call_function":
             done = functional(new, node)
             if done is None:
-                buffer = new.args[0]
-                assert isinstance(buffer, Node)
-                mutated.add(str(buffer.target))
+                mutated.add(str(same_tensor(node.args[0])[-1].target))
                 continue
             values[node] = done
             if writes(node) and done.target is not node.target:
@@ -247,6 +259,20 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
     return Capture(
         made, tuple(inputs), spec.in_spec, spec.out_spec, hints, _guards(old, rename), training, frozenset(mutated)
     )
+
+
+def _constant(module: GraphModule, name: str) -> str:
+    """A tensor made in forward is named after its contents: graphs number them each for itself."""
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part)
+    if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+        return name
+    data = value.detach().cpu().contiguous()
+    content = repr((data.dtype, tuple(data.shape))).encode() + data.reshape(-1).view(torch.uint8).numpy().tobytes()
+    unique = f"constant_{hashlib.sha256(content).hexdigest()[:12]}"
+    module.register_buffer(unique, value, persistent=False)
+    return unique
 
 
 def is_impure(node: Node) -> bool:

@@ -80,7 +80,7 @@ def compile_capture(
 
     def plan() -> GraphModule:
         nonlocal decisions
-        decisions = decide(capture.graph, sizes, capture.hints, pins, known)
+        decisions = decide(capture.graph, sizes, capture.hints, pins, known, capture.mutated)
         _check_axes(decisions, sizes)
         split_bias(capture.module, decisions, dict(sizes), known)
         return capture.module

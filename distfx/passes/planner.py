@@ -243,8 +243,10 @@ def decide(
     hints: Mapping[sympy.Symbol, int],
     pins: Pins,
     stored: Mapping[str, Layout] | None = None,
+    written: frozenset[str] = frozenset(),
 ) -> Decisions:
-    """Choose for every operator. ``sizes`` are the grid's axes; ``stored`` the parameters whose layout is fixed."""
+    """Choose for every operator. ``sizes`` are the grid's axes; ``stored`` the parameters whose layout is fixed;
+    ``written`` the buffers that are written as a whole, and so must be stored whole."""
     plan = Decisions()
     stored = stored or {}
     matched: set[str] = set()
@@ -263,7 +265,7 @@ def decide(
             if any(operand in plan.trained for operand in node.all_input_nodes):
                 plan.trained.add(node)
             for operand, need in decision.needs:
-                free = operand.op == "get_attr" and str(operand.target) not in stored
+                free = operand.op == "get_attr" and str(operand.target) not in {*stored, *written}
                 if free and need.split_axes and not plan.layouts[operand].split_axes:
                     plan.layouts[operand] = storage_layout(need, list(sizes))
     _check_pins(graph, pins, matched)

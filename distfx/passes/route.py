@@ -47,7 +47,8 @@ def route(source: Layout, target: Layout, shape: Sequence[Size], border: Border 
 
     for axis in sorted(at.partial):
         dim = target.dim_of(axis)
-        if dim is not None and target.dims[dim].axes == (*at.dims[dim].axes, axis):
+        have = at.dims[dim].axes if dim is not None else ()
+        if dim is not None and target.dims[dim].axes[: len(have) + 1] == (*have, axis):
             go(ReduceScatter((axis,), dim))
         else:
             go(AllReduce((axis,), state(axis)))

@@ -126,7 +126,10 @@ def pattern_spec(row: Row, node: Node) -> Spec | None:
             if len(word.factors) == 1 and not word.window:
                 extents[word.factors[0]] = extent
     through = [word.factors[0] for word in pattern.operands[0] if word.window]
-    windows = dict(zip(((0, factor) for factor in through), row.windows(node) if row.windows else (), strict=True))
+    found = list(row.windows(node)) if row.windows else []
+    if len(found) != len(through):
+        return None  # an input without a batch
+    windows = dict(zip(((0, factor) for factor in through), found, strict=True))
     return Spec(row, node, tuple(operands), pattern.result, extents, windows, fill=row.fill)
 
 

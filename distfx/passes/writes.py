@@ -66,9 +66,16 @@ def functional(node: Node, old: Node) -> Node | None:
         return node
     if target in (aten.batch_norm.default, aten.instance_norm.default):
         return node
-    first = node.args[0] if node.args else None
     name = target._schema.name.split("::")[1]
-    if isinstance(first, Node) and first.op == "get_attr":
+    root = old.args[0] if old.args else None
+    while isinstance(root, Node) and _gives_view(root):
+        root = root.args[0]
+    if isinstance(root, Node) and root.op == "get_attr":
+        if root not in same_tensor(old.args[0]):
+            raise CaptureError(
+                f"{describe(node)}: {target} writes into a part of {root.target}, which distfx cannot follow. "
+                "Write the whole buffer (self.buffer.copy_(...))."
+            )
         return None
     packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
     overload = getattr(packet, target._overloadname, None) if packet is not None else None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from distfx import ledger
 from distfx.grid import Segment
@@ -56,6 +57,7 @@ class _Whole(torch.autograd.Function):
         return result.view_as(x) if result is x else result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         run: RunMove = ctx.run
         return run.wait(run.start(run.move.backward, grad, "backward"), "backward"), None
@@ -80,6 +82,7 @@ class _Begin(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
         return ctx.token.take(ctx.run, "backward"), None, None
 
@@ -91,6 +94,7 @@ class _Finish(torch.autograd.Function):
         return token.take(run, "forward")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.token.pending = ctx.run.start(ctx.run.move.backward, grad, "backward")
         return grad.new_empty(0), None, None

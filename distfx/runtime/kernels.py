@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -23,25 +24,29 @@ class _Zeros(torch.autograd.Function):
     """Zeros that depend on tensors: nothing to compute here, but backward must run on this rank as on the others."""
 
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype | None, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        return tensors[0].new_zeros(shape)
+        result = tensors[0].new_zeros(shape, dtype=dtype)
+        if not result.is_floating_point():
+            ctx.mark_non_differentiable(result)
+        return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors))
+        return (None, None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors))
 
 
 class Zero:
     """The kernel of a rank whose part is empty: zeros of the right shape (a sum over nothing, or no elements)."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+        self.shape, self.dtype = shape, dtype
         self.__name__ = "zero"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        return _Zeros.apply(self.shape, *tensors)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return _Zeros.apply(self.shape, self.dtype, *tensors)
 
 
 def add_bias(x: Tensor, bias: Tensor, *, dim: int) -> Tensor:
@@ -58,8 +63,10 @@ def add_blocks(*blocks: Tensor) -> Tensor:
 
 
 def mean(x: Tensor, dims: Sequence[int], *, keepdim: bool, count: int, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum over ``dims`` divided by the global ``count``: this rank's part of a mean."""
-    return x.sum(list(dims), keepdim=keepdim, dtype=dtype) / count
+    """The sum over ``dims`` divided by the global ``count``, in float32 or better: this rank's part of a mean."""
+    result = dtype or x.dtype
+    wide = torch.promote_types(result, torch.float32)
+    return (x.sum(list(dims), keepdim=keepdim, dtype=wide) / count).to(result)
 
 
 def conv_transpose(

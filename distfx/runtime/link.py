@@ -114,7 +114,8 @@ def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
     elif getattr(node.target, "__name__", None) in KERNELS and node.target is ops.inserted(node.target.__name__):  # type: ignore[union-attr]
         node.target = KERNELS[node.target.__name__]
     elif _is_empty(node):
-        node.target = Zero(node.meta["local"])
+        dtype = node.meta["dtype"]  # a float follows its operand, which may have been converted since
+        node.target = Zero(node.meta["local"], None if dtype.is_floating_point else dtype)
 
 
 def _is_empty(node: Node) -> bool:

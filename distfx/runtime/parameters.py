@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distfx import ledger
@@ -129,6 +130,7 @@ class _Late(torch.autograd.Function):
         return tuple(p.to_local().detach() for p in params)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor | None, ...]:
         ctx.flight.wait()
         result: list[DTensor | None] = []
@@ -149,6 +151,7 @@ class _Early(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.flight.start(grads))
 

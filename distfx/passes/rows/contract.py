@@ -145,7 +145,7 @@ def _attention_spec(row: Row, node: Node) -> Spec | None:
         return None
     rank = len(node.meta["shape"])
     lead: list[int | None] = list(range(rank - 2))
-    if any(len(x.meta["shape"]) != rank for x in (q, k, v)):  # type: ignore[union-attr]
+    if any(x.meta["shape"][:-2] != node.meta["shape"][:-2] for x in (q, k, v)):  # type: ignore[union-attr]
         return None
     operands: Any = [(q, [*lead, rank - 2, None]), (k, [*lead, None, None]), (v, [*lead, None, None])]
     return dims_spec(row, node, operands, [*lead, rank - 2, None])

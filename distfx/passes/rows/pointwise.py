@@ -21,7 +21,6 @@ _ALSO_POINTWISE = {
     aten._to_copy.default,
     aten.to.dtype,
     aten.to.dtype_layout,
-    aten.type_as.default,
     aten.hardswish.default,
     aten.log_sigmoid.default,
     aten.zeros_like.default,
@@ -52,6 +51,8 @@ def _pointwise_spec(row: Row, node: Node) -> Spec | None:
     for operand in node.all_input_nodes:
         other = operand.meta["shape"]
         first = len(shape) - len(other)
+        if first < 0:
+            return None
         numbers = [None if size == 1 and shape[first + i] != 1 else first + i for i, size in enumerate(other)]
         operands.append((operand, numbers))
     return dims_spec(row, node, operands, list(range(len(shape))))

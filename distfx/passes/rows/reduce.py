@@ -73,8 +73,10 @@ WHOLE = Row(
 
 
 def _adaptive(node: Node) -> Row | None:
-    """Adaptive pooling to a single value is a mean; to others its windows vary."""
-    return GLOBAL_POOL if all(size == 1 for size in node.meta["shape"][2:]) else None
+    """Adaptive pooling of a batch to a single value is a mean; to others its windows vary."""
+    shape = node.meta["shape"]
+    batched = f"avg_pool{len(shape) - 2}d" in str(node.target)
+    return GLOBAL_POOL if batched and all(size == 1 for size in shape[2:]) else None
 
 
 def _softmax_spec(row: Row, node: Node) -> Spec | None:

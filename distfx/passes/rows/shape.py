@@ -64,6 +64,9 @@ def _slice_spec(row: Row, node: Node) -> Spec | None:
     x: Any = node.args[0]
     dim, start, step = _slice_bounds(node)
     every = list(range(len(node.meta["shape"])))
+    if isinstance(start, sympy.Expr) and start.is_nonnegative is not True:
+        whole = [None if i == dim else i for i in every]
+        return dims_spec(row, node, [(x, whole)], whole)
     return dims_spec(row, node, [(x, every)], every, {(0, dim): Window(lo=-start, hi=start + 1 - step, mul=step)})
 
 
