@@ -25,7 +25,7 @@ from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError
 from distfx.grid import Grid
 from distfx.layout import Layout
 from distfx.passes.bind import Values, bind, match_inputs
-from distfx.passes.capture import Capture, InputSpec, capture, constants_of, infer_inputs
+from distfx.passes.capture import Capture, InputSpec, capture, check_supported, constants_of, infer_inputs
 from distfx.passes.compile import Compiled, compile_capture
 from distfx.passes.nodes import describe
 from distfx.passes.planner import Pins
@@ -151,6 +151,7 @@ class Engine:
                 training=training,
                 batch=batch,
             )
+        check_supported(self.model, training)
         for attempt in infer_inputs(self.model, batch):
             try:
                 captured = capture(self.model, attempt, training=training, batch=batch)

@@ -125,7 +125,7 @@ def capture(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, training: bool, batch: int = 2
 ) -> Capture:
     """Capture ``model`` in train or eval mode. The model is left as it was. ``batch=0``: sizes of one stay one."""
-    _check_supported(model, training)
+    check_supported(model, training)
     leading = [v.shape[0] for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and v.dim()]
     batch = batch if all(size == 1 for size in leading) else 0  # otherwise a leading one is there to broadcast
     examples = tuple(pytree.tree_map(lambda v: _enlarged(v, batch), tuple(args)))
@@ -152,7 +152,8 @@ def capture(
     return result
 
 
-def _check_supported(model: nn.Module, training: bool) -> None:
+def check_supported(model: nn.Module, training: bool) -> None:
+    """Raise for what no capture can follow, whatever the input."""
     for path, module in model.named_modules():
         cumulative = isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
         if cumulative and training and module.training and module.track_running_stats:
