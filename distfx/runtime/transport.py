@@ -8,7 +8,7 @@ ones (NCCL) and the parts are even.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch import Tensor
 from distfx.grid import Segment
 
 __all__ = ["Pending", "Ready", "Work", "all_reduce", "has_native_gather", "send_receive"]
+
+
+T = TypeVar("T")
 
 
 class Work(Protocol):
@@ -41,14 +44,14 @@ class Message:
             raise
 
 
-class Pending:
+class Pending(Generic[T]):
     """A communication in flight. ``wait`` finishes it and gives its result."""
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         raise NotImplementedError
 
 
-class Ready(Pending):
+class Ready(Pending[Tensor]):
     """A result that needed no communication."""
 
     def __init__(self, result: Tensor) -> None:
