@@ -10,7 +10,7 @@ accumulation and ``autograd.grad`` therefore see finished gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,8 @@ class Bucket:
     names: tuple[str, ...]
     segment: Segment
     label: str
+    owned: bool = False
+    """Whether the gradients are new tensors of which nobody else holds any part, so that they may be written."""
 
     def during(self) -> During:
         """The reduction, for a message about its failure: named after the first and last parameter."""
@@ -101,7 +103,7 @@ class _Flight:
         if segment.size == 1:
             return tuple(grads)
         if len(grads) == 1 and grads[0].is_contiguous():
-            self.flat = grads[0].clone()
+            self.flat = grads[0] if self.bucket.owned else grads[0].clone()
         else:
             self.flat = torch.cat([grad.reshape(-1) for grad in grads])
         sent = ledger.allreduce_bytes(self.flat.numel() * self.flat.element_size(), segment.size)
@@ -189,11 +191,15 @@ class Gradients:
 
 
 def make_buckets(
-    wanted: Sequence[tuple[str, tuple[str, ...], int, torch.dtype]], grid: Grid, limit: int = BUCKET_BYTES
+    wanted: Sequence[tuple[str, tuple[str, ...], int, torch.dtype]],
+    grid: Grid,
+    owned: Collection[str] = (),
+    limit: int = BUCKET_BYTES,
 ) -> list[Bucket]:
     """Group parameters ``(name, axes of the sum, local bytes, dtype)``, in order of use, into buckets.
 
-    Backward meets them in reverse, so grouping starts from the end; only neighbours of one segment and dtype share.
+    ``owned``: those whose gradients may be written (see :class:`Bucket`). Backward meets parameters in reverse, so
+    grouping starts from the end; only neighbours of one segment and dtype share.
     """
     groups: list[tuple[tuple[str, ...], torch.dtype, list[str], int]] = []
     open_groups: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
@@ -205,6 +211,6 @@ def make_buckets(
         axes, dtype, names, total = groups[at]
         groups[at] = (axes, dtype, [*names, name], total + nbytes)
     return [
-        Bucket(tuple(reversed(names)), grid.segment(axes), f"gradients[{number}]")
+        Bucket(tuple(reversed(names)), grid.segment(axes), f"gradients[{number}]", all(n in owned for n in names))
         for number, (axes, _, names, _) in enumerate(groups)
     ]

@@ -102,10 +102,20 @@ def reduce_scatter_even(segment: Segment, result: Tensor, parts: Tensor) -> Work
     return dist.reduce_scatter_single(result, parts, group=segment.group, async_op=True)
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x``, copied if it has gaps or an order that kernels would copy it out of."""
+    last = _CHANNELS_LAST.get(x.dim())
+    if x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last)):
+        return x
+    return empty_like(x.shape, x).copy_(x)
+
+
 def empty_like(shape: Sequence[int], like: Tensor) -> Tensor:
     """An uninitialised tensor of ``shape`` in the memory format of ``like`` (channels_last is kept)."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    memory_format = formats.get(len(shape))
+    memory_format = _CHANNELS_LAST.get(len(shape))
     last = memory_format is not None and like.shape[1] > 1 and like.stride(1) == 1 and like.stride(-1) > 1
     if last:  # by its strides: a part of a channels_last tensor is not dense
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=memory_format)
