@@ -43,7 +43,7 @@ def split_bias(module: GraphModule, plan: Decisions, sizes: dict[str, int], stor
         plan.nodes[node] = replace(decision, needs=kept, spec=replace(spec, operands=spec.operands[: len(kept)]))
         bias_spec = spec_of(added)
         assert bias_spec is not None
-        axes = follow_layout(bias_spec, 0, decision.result, sizes)
+        bias_spec, axes = follow_layout(bias_spec, 0, decision.result, sizes)
         projected = project(bias_spec, axes, sizes)
         assert projected is not None
         needs, result = projected

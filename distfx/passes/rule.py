@@ -38,6 +38,8 @@ class Spec:
     """The window through which an operand, by its number, is read along a factor."""
     mode: str = "constant"
     fill: float = 0.0
+    units: Mapping[str, Size] = field(default_factory=dict)
+    """The granules in which factors are split, where an operand comes so: tokens ``H*W`` by rows of ``W``."""
 
     def spatial(self) -> tuple[str, ...]:
         """The factors of the result's spatial dims, in order."""
