@@ -455,6 +455,22 @@ def check_progress_while_computing(rank: int, world: int) -> None:
     finish(work)
 
 
+def check_inference_mode(rank: int, world: int) -> None:
+    """The thread that finishes a message is not in the mode of the one that started it."""
+    with torch.inference_mode():
+        x = torch.ones(1024, 512).t()
+        work = dist.all_reduce(x, async_op=True)
+        computed_until(lambda: not mpi._live)
+        finish(work)
+    assert (x == world).all()
+    leaf = torch.ones(3, requires_grad=True)
+    work = dist.all_reduce(leaf.detach().clone(), async_op=True)
+    assert work is not None
+    scaled = work.get_future().then(lambda done: done.value()[0] * 2).wait()
+    (leaf * scaled).sum().backward()  # not an inference tensor
+    assert (leaf.grad == 2 * world).all()
+
+
 def check_futures(rank: int, world: int) -> None:
     """A future is had at once, and completed by nobody's waiting; what follows from it runs then."""
     dist.barrier()

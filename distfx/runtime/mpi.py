@@ -91,7 +91,7 @@ class _Pusher:
             while self.works and not self.ended:
                 time.sleep(PUSH)  # first: most of what is waited for at once needs no help
                 for work in list(self.works):
-                    if work.is_completed() or work.is_late():
+                    if work.push():
                         self.works.discard(work)
             self.wanted.clear()
             if self.works:  # came in between
@@ -240,16 +240,31 @@ class MpiWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether the result is there. Asking lets MPI make progress, and finishes what has arrived."""
-        if self._done:
-            return True
-        if not self._asking.acquire(blocking=False):
-            return False  # another thread is at it
-        try:
-            if not self._done:
-                self._ask()
-        finally:
-            self._asking.release()
+        if not self._done:
+            self._advance()
+            if self._done and self._future is not None:
+                self._fulfil()
         return self._done
+
+    def push(self) -> bool:
+        """The same from the progress thread: what is left to do must then be done in the mode of the tensors, and what
+        hangs on the future in no special one. Also: whether nobody need ask any more, as the time is over."""
+        with torch.inference_mode(any(t.is_inference() for t in self._outputs)):
+            self._advance()
+        if not self._done and self._future is not None and time.monotonic() > self._deadline:
+            self._error = self._timed_out(self._timeout.total_seconds())
+        if self._done or self._error is not None:
+            self._fulfil()
+            return True
+        return False
+
+    def _advance(self) -> None:
+        if self._asking.acquire(blocking=False):  # else another thread is at it
+            try:
+                if not self._done:
+                    self._ask()
+            finally:
+                self._asking.release()
 
     def _ask(self) -> None:
         try:
@@ -268,27 +283,18 @@ class MpiWork(dist.Work):
         _live.discard(self)
         self._requests, self._parts = [], self._parts[:1]  # the status of a receive is still wanted
         self._done = True
-        self._fulfil()
-
-    def is_late(self) -> bool:
-        """For a work that somebody has a future of: whether its time is over. The future then has the error."""
-        if self._future is None or time.monotonic() < self._deadline:
-            return False
-        with self._asking:
-            if not self._done:
-                self._error = self._timed_out(self._timeout.total_seconds())
-                self._fulfil()
-        return True
 
     def _fulfil(self) -> None:
-        future = self._future
-        if future is None or future.done():
-            return
-        if self._error is None:
-            future.set_result(self._outputs)
-        else:  # C++ sees only that there is no result: the reason would be lost
-            print(f"distfx: {self._error}", file=sys.stderr, flush=True)
-            future.set_exception(self._error)
+        """Complete the future, if there is one."""
+        with self._asking:
+            future = self._future
+            if future is None or future.done():
+                return
+            if self._error is None:
+                future.set_result(self._outputs)
+            else:  # C++ sees only that there is no result: the reason would be lost
+                print(f"distfx: {self._error}", file=sys.stderr, flush=True)
+                future.set_exception(self._error)
 
     def _timed_out(self, limit: float) -> dist.DistBackendError:
         return dist.DistBackendError(
@@ -345,12 +351,11 @@ class MpiWork(dist.Work):
             if pusher is None:
                 self.wait()
             devices: set[int | str | torch.device] = {t.device for t in self._outputs if t.is_cuda}
-            with self._asking:
-                self._deadline = time.monotonic() + self._timeout.total_seconds()
-                self._future = torch.futures.Future(devices=list(devices))
-                if self._done:
-                    self._fulfil()
-            if not self._done and pusher is not None:
+            self._deadline = time.monotonic() + self._timeout.total_seconds()
+            self._future = torch.futures.Future(devices=list(devices))
+            if self._done:
+                self._fulfil()
+            elif pusher is not None:
                 pusher.push(self)
         return self._future
 
