@@ -76,6 +76,7 @@ class Engine:
         self.latest: dict[bool, int] = {True: 0, False: 0}
         self.prepared: dict[Any, tuple[int, Runnable]] = {}
         """For each kind of call the number of its graph, and what to run."""
+        self.state_texts: dict[Any, str] = {}
         self.last: dict[bool, Plan] = {}
         """For each mode the plan at the shape of its last call."""
 
@@ -213,9 +214,12 @@ class Engine:
         ``ready`` gives the parameters and buffers; it is called once the graph is known.
         """
         key = (*self._signature(training, tensors), *constants_of((args, kwargs)))
-        agree(self.grid.size, "inputs", "\n".join(key))
+        graphs = self.compiled[training] or self.compiled[not training]
+        parameters = ready(graphs[0]) if self.adopted and graphs else {}
+        agree(self.grid.size, "inputs or parameters", "\n".join((*key, self._state_text(parameters))))
         self.compile_together(training, args, kwargs)
-        parameters = ready(self.compiled[training][0])
+        if not parameters or self.compiled[training] is not graphs:
+            parameters = ready(self.compiled[training][0])
         local = self._agree_on_parts(self.compiled[training][0], tensors)
         state = tuple((p.requires_grad, p.dtype) for p in parameters.values())
         entry = (training, key, tuple(local), state)
@@ -317,6 +321,14 @@ class Engine:
                 for i, t in enumerate(tensors)
             ),
         )
+
+    def _state_text(self, parameters: Mapping[str, Tensor]) -> str:
+        """What may be changed between calls and decides what is sent: which parameters train, and their dtypes."""
+        state = tuple((p.requires_grad, p.dtype) for p in parameters.values())
+        if state not in self.state_texts:  # made once for each state: a large model has many lines
+            lines = [f"{n}: {p.dtype}, requires_grad={p.requires_grad}" for n, p in parameters.items()]
+            self.state_texts[state] = "\n".join(lines)
+        return self.state_texts[state]
 
     def _check_batch(self, specs: Sequence[InputSpec], tensors: Sequence[Tensor]) -> None:
         samples = self.grid.axes.get("n", 1)
