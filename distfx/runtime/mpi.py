@@ -240,31 +240,35 @@ class MpiWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether the result is there. Asking lets MPI make progress, and finishes what has arrived."""
-        if not self._done:
-            self._advance()
-            if self._done and self._future is not None:
-                self._fulfil()
-        return self._done
+        if self._done:
+            return True
+        if not self._advance():
+            return False
+        if self._future is not None:
+            self._fulfil()
+        return True
 
     def push(self) -> bool:
         """The same from the progress thread: what is left to do must then be done in the mode of the tensors, and what
         hangs on the future in no special one. Also: whether nobody need ask any more, as the time is over."""
         with torch.inference_mode(any(t.is_inference() for t in self._outputs)):
-            self._advance()
-        if not self._done and self._future is not None and time.monotonic() > self._deadline:
+            done = self._advance()
+        if not done and self._future is not None and time.monotonic() > self._deadline:
             self._error = self._timed_out(self._timeout.total_seconds())
-        if self._done or self._error is not None:
+        if done or self._error is not None:
             self._fulfil()
             return True
         return False
 
-    def _advance(self) -> None:
+    def _advance(self) -> bool:
+        """Let MPI make progress; whether the operation is finished."""
         if self._asking.acquire(blocking=False):  # else another thread is at it
             try:
                 if not self._done:
                     self._ask()
             finally:
                 self._asking.release()
+        return self._done
 
     def _ask(self) -> None:
         try:
