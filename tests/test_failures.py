@@ -390,12 +390,12 @@ def error_in_a_move(kind: str) -> tuple[str, str, tuple[str, ...]]:
 def test_other_errors_stay_what_they_are() -> None:
     for rank, (kind, text, notes) in enumerate(run(2, error_in_a_move, "memory")):
         assert (kind, text) == ("OutOfMemoryError", "no memory for 3 bytes")
-        assert [note for note in notes if f"on rank {rank}, during" in note and "for second [second], forward" in note]
+        assert [note for note in notes if f"on rank {rank}, during" in note and "for first [first], forward" in note]
 
 
 def test_errors_of_the_transport_say_where() -> None:
     for kind, text, _ in run(2, error_in_a_move, "gloo"):
-        assert kind == "CommunicationError" and "for second [second], forward" in text, text
+        assert kind == "CommunicationError" and "for first [first], forward" in text, text
 
 
 # check=True.
