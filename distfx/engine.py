@@ -48,6 +48,8 @@ from distfx.runtime.parameters import Bucket
 
 __all__ = ["Engine", "Runnable"]
 
+Ready = Callable[[Compiled | None], Mapping[str, Tensor]]
+
 
 @dataclass(frozen=True)
 class Runnable:
@@ -85,6 +87,7 @@ class Engine:
         self.latest: dict[Mode, int] = defaultdict(int)
         self.prepared: dict[Any, tuple[int, Runnable]] = {}
         """For each kind of call the number of its graph, and what to run."""
+        self.state_texts: dict[Any, str] = {}
         self.last: dict[Mode, Plan] = {}
         """For each mode the plan at the shape of its last call."""
 
@@ -215,14 +218,14 @@ class Engine:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
-        ready: Callable[[Compiled], Mapping[str, Tensor]],
+        ready: Ready,
     ) -> tuple[Compiled, Runnable, list[Tensor]]:
         """The graph for a call with these inputs, and the inputs as it takes them.
 
-        ``ready`` gives the parameters and buffers; it is called once the graph is known.
+        ``ready`` gives the parameters and buffers, as a graph needs them or (``None``) as far as they are there.
         """
         key = (*self._signature(mode, tensors), *constants_of((args, kwargs)))
-        agree(self.grid.size, "inputs", "\n".join(key))
+        agree(self.grid.size, "inputs or parameters", "\n".join((*key, self._state_text(ready(None)))))
         self.compile_together(mode, args, kwargs)
         parameters = ready(self.compiled[mode][0])
         local = self._agree_on_parts(self.compiled[mode][0], tensors)
@@ -249,7 +252,7 @@ class Engine:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
-        ready: Callable[[Compiled], Mapping[str, Tensor]],
+        ready: Ready,
     ) -> tuple[int, list[InputSpec], Values]:
         """The number of the graph that is right for these inputs, made now if there is none yet."""
         shapes, dtypes = [tuple(t.shape) for t in tensors], [t.dtype for t in tensors]
@@ -325,6 +328,14 @@ class Engine:
                 for i, t in enumerate(tensors)
             ),
         )
+
+    def _state_text(self, parameters: Mapping[str, Tensor]) -> str:
+        """What may be changed between calls and decides what is sent: which parameters train, and their dtypes."""
+        state = tuple((p.requires_grad, p.dtype) for p in parameters.values())
+        if state not in self.state_texts:  # made once for each state: a large model has many lines
+            lines = [f"{n}: {p.dtype}, requires_grad={p.requires_grad}" for n, p in parameters.items()]
+            self.state_texts[state] = "\n".join(lines)
+        return self.state_texts[state]
 
     def _check_batch(self, specs: Sequence[InputSpec], tensors: Sequence[Tensor]) -> None:
         samples = self.grid.axes.get("n", 1)

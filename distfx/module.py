@@ -89,8 +89,13 @@ class ParallelModule(nn.Module):
 
     # ---------------------------------------------------------------------------------------------- parameters
 
-    def _adopt(self, compiled: Compiled) -> Mapping[str, Tensor]:
-        """Make every parameter and buffer of the model a DTensor shard of rank 0's, under its own name; once."""
+    def _adopt(self, compiled: Compiled | None) -> dict[str, Any]:
+        """Make every parameter and buffer of the model a DTensor shard of rank 0's, under its own name; once.
+
+        Gives what there is; with ``None`` nothing is made.
+        """
+        if compiled is None:
+            return {name: owner[leaf] for name, (owner, leaf) in self._slots.items()}
         if not self._slots:
             model, grid = self._engine.model, self.grid
             made: dict[int, Any] = {}
@@ -116,7 +121,7 @@ class ParallelModule(nn.Module):
             value = compiled.capture.module.get_buffer(name)
             own = {name: distribute(value, self._layout(name, value), self.grid, broadcast=False)}
             self._slots[name] = (own, name)
-        return {name: owner[leaf] for name, (owner, leaf) in self._slots.items()}
+        return self._adopt(None)
 
     def _layout(self, name: str, value: Tensor) -> Layout:
         """How a parameter is stored: as the first graph that was made decided."""
@@ -143,8 +148,7 @@ class ParallelModule(nn.Module):
         kwargs = self._engine.ordered(kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         compiled, runnable, inputs = self._engine.prepare(self._mode, args, kwargs, tensors, self._adopt)
-        tensors_now = {name: owner[leaf] for name, (owner, leaf) in self._slots.items()}
-        gradients = Gradients(tensors_now, runnable.buckets, self._engine.draw_seed(compiled))
+        gradients = Gradients(self._adopt(None), runnable.buckets, self._engine.draw_seed(compiled))
         results = runnable.run(gradients, *inputs)
         return pytree.tree_unflatten(list(results), compiled.capture.out_spec)
 

@@ -14,6 +14,19 @@ def _close_ranks() -> Iterator[None]:
     ranks.close()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--transport",
+        choices=ranks.TRANSPORTS,
+        default=ranks.TRANSPORTS[0],
+        help="of the ranks that the tests share: `pytest --transport mpi tests/test_models.py`",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    ranks.use(config.getoption("--transport"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none; in each file, sort by world, so that groups are made once a world.
 

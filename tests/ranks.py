@@ -13,6 +13,9 @@ The parent (pytest) and each worker share a pipe. A request is a pickled `(fn, a
 result or a `Failure`. Making and leaving process groups are requests like any other. The workers are started afresh
 rather than forked from a warm process: each has its own hash seed, as ranks in the field do, so that a compiler which
 lets the order of a set decide fails here too.
+
+`with over("mpi"):`, or `pytest --transport mpi` for the whole run, takes ranks of a second pool, which mpiexec starts
+and whose groups are of the `mpi` transport. There the fate of one rank is that of all: if one is killed, all are.
 """
 
 import atexit
@@ -21,7 +24,9 @@ import ctypes
 import faulthandler
 import os
 import pickle
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -43,14 +48,14 @@ T = TypeVar("T")
 MAX_WORLD = 8
 START = 120.0  # seconds for a worker to import torch, on a busy machine
 GRACE = 5.0  # seconds that the other ranks get after the first failure
-COLLECTIVE = 30.0  # seconds until a hung collective raises by itself
-BACKEND = os.environ.get("DISTFX_TEST_BACKEND", "gloo")
+COLLECTIVE = float(os.environ.get("DISTFX_TEST_TIMEOUT", 30))  # seconds until a hung collective raises by itself
+TRANSPORTS = ("gloo", "mpi")
 
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 # Workers behave as if nothing had been launched, even when pytest itself runs under a launcher.
-LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "HYDRA_", "MPI_", "SLURM_", "TORCHELASTIC_")
+LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "HYDRA_", "HYDI_", "MPI_", "SLURM_", "TORCHELASTIC_")
 LAUNCHER_NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -91,7 +96,7 @@ def run(world: int, fn: Callable[..., T], /, *args: Any, timeout: float = 60, **
     `fn` lies at the level of a module; results travel by plain pickle, so return plain tensors rather than DTensors.
     Raises `RankError` if any rank raises, dies, or is not done after `timeout` seconds.
     """
-    outcomes = _pool.call(world, fn, args, kwargs, timeout)
+    outcomes = _pools[_transport].call(world, fn, args, kwargs, timeout)
     failures = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, Failure)}
     if failures:
         raise RankError(f"{_name(fn)} failed on {len(failures)} of {world} ranks", failures)
@@ -105,18 +110,43 @@ def run_raises(
 
     A rank that died or hung is no answer: that still raises `RankError`.
     """
-    outcomes = _pool.call(world, fn, args, kwargs, timeout)
+    outcomes = _pools[_transport].call(world, fn, args, kwargs, timeout)
     return [each if isinstance(each, Failure) else None for each in outcomes]
 
 
 def pids() -> list[int]:
     """The process ids of the workers that are alive now, in the order of their ranks."""
-    return [worker.process.pid for worker in _pool.workers]
+    return [worker.pid for worker in _pools[_transport].workers]
 
 
-def close() -> None:
-    """End all workers. The next `run` starts new ones."""
-    _pool.close()
+def close(transport: str | None = None) -> None:
+    """End all workers, or those of one transport. The next `run` starts new ones."""
+    for name, pool in _pools.items():
+        if transport in (None, name):
+            pool.close()
+
+
+def transport() -> str:
+    """The transport of the ranks that `run` takes now."""
+    return _transport
+
+
+def use(transport: str) -> None:
+    """From now on, take ranks of this transport."""
+    global _transport
+    assert transport in TRANSPORTS, transport
+    _transport = transport
+
+
+@contextlib.contextmanager
+def over(transport: str) -> Iterator[None]:
+    """Inside, take ranks of this transport."""
+    before = _transport
+    use(transport)
+    try:
+        yield
+    finally:
+        use(before)
 
 
 # The parent's side.
@@ -129,19 +159,28 @@ class Worker:
         self.pipe, theirs = Pipe()
         self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the worker)
         fds = (theirs.fileno(), self.stacks.fileno())
-        paths = [str(ROOT), str(ROOT / "tests"), *sys.path]
-        code = f"import sys; sys.path[:] = {paths!r}; from tests.ranks import serve; serve({os.getpid()}, *{fds})"
-        env = {k: v for k, v in os.environ.items() if k not in LAUNCHER_NAMES and not k.startswith(LAUNCHER_PREFIXES)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code], env=env, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True
+            _program(f"serve({os.getpid()}, *{fds})"),
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            pass_fds=fds,
+            start_new_session=True,
         )
         theirs.close()
+        self.pid = self.process.pid
         self.ready = False
+
+    def code(self, patience: float) -> int | None:
+        """The exit code, once there is one."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        return self.process.returncode
 
     def stack(self) -> str:
         """Where the worker is now, most recent call first: faulthandler answers even from inside a collective."""
-        if self.ready and self.process.poll() is None:
-            os.kill(self.process.pid, signal.SIGUSR1)
+        if self.ready and self.code(0) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)
             deadline, size = time.monotonic() + 2, -1
             while time.monotonic() < deadline and (size <= 0 or size != os.fstat(self.stacks.fileno()).st_size):
                 size = os.fstat(self.stacks.fileno()).st_size
@@ -151,11 +190,84 @@ class Worker:
 
     def end(self, patience: float) -> None:
         """Wait `patience` seconds for the worker to see the end of its pipe, then kill it and all its children."""
+        self.code(patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+        self.stacks.close()
+
+
+def _program(call: str) -> list[str]:
+    """What a worker runs: a function of this file, with the modules that the parent sees."""
+    paths = [str(ROOT), str(ROOT / "tests"), *sys.path]
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; from tests import ranks; ranks.{call}"]
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in LAUNCHER_NAMES and not k.startswith(LAUNCHER_PREFIXES)}
+
+
+class Job:
+    """The processes that one mpiexec starts. They come to a socket and say who they are."""
+
+    def __init__(self, size: int) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        mpiexec = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        assert mpiexec is not None, "the mpi transport needs an mpiexec: pip install mpich"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self.folder / "socket"))
+            listener.listen(size)
+            listener.settimeout(1)
+            self.process = subprocess.Popen(
+                [*_dying_with_parent(), mpiexec, "-n", str(size), *_program(f"serve_mpi({str(self.folder)!r})")],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                pipes = [self._accept(listener) for _ in range(size)]
+            except BaseException:
+                self.end(0)
+                raise
+        ranks = [pickle.loads(pipe.recv_bytes()) for pipe in pipes]  # rank and process id of each
+        order = sorted(range(size), key=lambda i: ranks[i])
+        self.workers = [MpiWorker(self, *ranks[i], pipes[i]) for i in order]
+
+    def _accept(self, listener: socket.socket) -> Connection:
+        deadline = time.monotonic() + START
+        while self.process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                return Connection(listener.accept()[0].detach())
+        raise RankError(f"mpiexec ended with {self.process.poll()} before its ranks came", {})
+
+    def end(self, patience: float) -> None:
+        """Wait for mpiexec, which waits for its ranks; then kill it, upon which its ranks die, too."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _dying_with_parent() -> list[str]:
+    """Run the rest of a command line so that the kernel kills it when this process dies."""
+    code = f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {signal.SIGKILL:d}); "
+    return [sys.executable, "-c", code + "os.execv(sys.argv[1], sys.argv[1:])"]
+
+
+class MpiWorker(Worker):
+    """One rank of a job."""
+
+    def __init__(self, job: Job, rank: int, pid: int, pipe: Connection) -> None:
+        self.job, self.process, self.pid, self.pipe = job, job.process, pid, pipe
+        self.stacks = (job.folder / f"stacks{rank}").open("rb")
+        self.ready = False
+
+    def end(self, patience: float) -> None:
+        self.job.end(patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         self.stacks.close()
 
 
@@ -165,6 +277,8 @@ class Pool:
     The group is made anew only when the world changes, and after a failure: messages of the failed call may still be
     under way in the old one.
     """
+
+    backend = "gloo"
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
@@ -192,9 +306,13 @@ class Pool:
         self._end(self.workers, patience=GRACE)
         self.store = None
 
+    def _fresh(self, world: int) -> list[Worker]:
+        """The workers that are missing for a group of `world`."""
+        return [Worker() for _ in range(world - len(self.workers))]
+
     def _join(self, world: int) -> None:
         """Let the first `world` workers form the group, and the others leave theirs."""
-        fresh = [Worker() for _ in range(world - len(self.workers))]
+        fresh = self._fresh(world)
         self.workers += fresh
         self._ask(fresh, [], START, "the start of the workers")
         for worker in fresh:
@@ -204,7 +322,7 @@ class Pool:
         self.world, self.groups = 0, self.groups + 1
         requests = [_request(leave)] * len(self.workers)
         for rank in range(world):
-            requests[rank] = _request(join, (BACKEND, self.store.port, str(self.groups), rank, world))
+            requests[rank] = _request(join, (self.backend, self.store.port, str(self.groups), rank, world))
         outcomes = self._ask(self.workers, requests, 2 * COLLECTIVE, "making the process group")
         failures = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, Failure)}
         if failures:
@@ -231,10 +349,8 @@ class Pool:
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
-                    process = workers[rank].process
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(1)
-                    lost[rank] = Failure("Died", f"exit code {process.returncode}", workers[rank].stack())
+                    code = workers[rank].code(1)
+                    lost[rank] = Failure("Died", f"exit code {code}", workers[rank].stack())
                 if isinstance(answers.get(rank), Failure) or rank in lost:
                     deadline = min(deadline, time.monotonic() + GRACE)
         if not waiting and not lost:
@@ -264,7 +380,20 @@ class Pool:
             worker.end(patience)
 
 
-_pool = Pool()
+class MpiPool(Pool):
+    """Ranks of one mpiexec, as many as may be needed: none can be started later, nor live on without the rest."""
+
+    backend = "distfx_mpi"
+
+    def _fresh(self, world: int) -> list[Worker]:
+        return [] if self.workers else list(Job(MAX_WORLD).workers)
+
+    def _end(self, workers: Sequence[Worker], patience: float) -> None:
+        super()._end(self.workers, patience)
+
+
+_pools: dict[str, Pool] = {"gloo": Pool(), "mpi": MpiPool()}
+_transport = "gloo"
 atexit.register(close)
 
 
@@ -306,6 +435,21 @@ def serve(parent: int, pipe_fd: int, stacks_fd: int) -> None:
     leave()
 
 
+def serve_mpi(folder: str) -> None:
+    """The same for a rank that mpiexec has started; its parent is mpiexec's proxy."""
+    from mpi4py import MPI  # joins the others, by variables that are then hidden
+
+    for name in [name for name in os.environ if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES)]:
+        del os.environ[name]
+    rank = MPI.COMM_WORLD.Get_rank()
+    stacks = open(f"{folder}/stacks{rank}", "wb")  # noqa: SIM115 (it lives as long as the worker)
+    meeting = socket.socket(socket.AF_UNIX)
+    meeting.connect(f"{folder}/socket")
+    pipe = Connection(meeting.detach())
+    pipe.send_bytes(pickle.dumps((rank, os.getpid())))
+    serve(os.getppid(), os.dup(pipe.fileno()), stacks.fileno())
+
+
 def _answer(request: bytes) -> bytes:
     try:
         fn, args, kwargs = pickle.loads(request)
@@ -323,9 +467,11 @@ def join(backend: str, port: int, prefix: str, rank: int, world: int) -> None:
 
 
 def prepare(backend: str) -> None:
-    """The place to make a backend known that torch does not have: importing distfx registers its own."""
+    """The place to make a backend known that torch does not have."""
     if backend != "gloo":
-        import distfx  # noqa: F401
+        from distfx.runtime import mpi
+
+        mpi.register()
 
 
 def leave() -> None:

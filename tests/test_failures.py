@@ -1,8 +1,11 @@
 """Failing well: one rank of four dies, stops, raises or leaves; the others say so, in which layer, and end.
 
-The ranks of a launched test run this file: `python -m tests.test_failures <when> <how> <folder> <victim>`.
+The ranks of a launched test run this file: `python -m tests.test_failures <when> <how> <folder> <timeout> <victim>`.
+
+Every way to fail in every phase is tested under torchrun; under mpiexec some are, and the others with `-m matrix`.
 """
 
+import itertools
 import os
 import re
 import signal
@@ -10,7 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,16 +23,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
 
 import distfx
+from distfx.runtime import failure, halves
 from distfx.runtime.functions import RunMove
 from tests.ranks import Failure, run, run_raises
 from tests.test_launch import Program, mpiexec, needs_mpi, python, start, torchrun
 
 WORLD = 4
-TIMEOUT = 6.0  # of `init`: seconds, enough for a busy machine to compile a small model on all ranks
+TIMEOUT = float(os.environ.get("DISTFX_TEST_FAILURE_TIMEOUT", 6))  # of `init`; ranks compile a small model in less
 MARGIN = 10.0  # seconds within which, after the timeout, every survivor has ended
-BUSY = 120.0  # seconds for a busy machine to start the ranks
+BUSY = 240.0  # seconds for a busy machine to start the ranks
 
 # What the ranks do.
 
@@ -62,7 +67,8 @@ def fate(how: str, folder: Path) -> None:
 
 
 def doom(when: str, how: str, folder: Path) -> None:
-    """Let the victim meet its fate in the middle of a pass, when the second layer's halo is due."""
+    """Let the victim meet its fate in the middle of a pass, when the second layer's halo is due, or of a checkpoint,
+    when the others wait for it to have written its part."""
     start_move = RunMove.start
 
     def start(self: RunMove, half: Any, x: Tensor, phase: str) -> Any:
@@ -70,7 +76,12 @@ def doom(when: str, how: str, folder: Path) -> None:
             fate(how, folder)
         return start_move(self, half, x, phase)
 
+    def write_data(self: FileSystemWriter, *_: Any) -> Any:
+        fate(how, folder)
+
     RunMove.start = start  # type: ignore[method-assign]
+    if when == "checkpoint":
+        FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
 
 
 def meet(folder: Path, name: str, rank: int) -> None:
@@ -85,12 +96,12 @@ def rank_of_launch() -> int:
     return int(next(os.environ[name] for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ))
 
 
-def main(when: str, how: str, path: str, victim: str = "2") -> None:
+def main(when: str, how: str, path: str, timeout: str, victim: str = "2") -> None:
     folder, rank = Path(path), rank_of_launch()
     doomed = rank == int(victim)
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     meet(folder, "start", rank)
-    distfx.init(timeout=TIMEOUT)
+    distfx.init(timeout=float(timeout))
     net = distfx.parallelize(Net(), distfx.Grid(h=WORLD))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     x = torch.randn(2, 3, 16, 16)
@@ -103,8 +114,6 @@ def main(when: str, how: str, path: str, victim: str = "2") -> None:
     if doomed and when == "between":
         fate(how, folder)
     optimizer.step()
-    if doomed and when == "checkpoint":
-        fate(how, folder)
     dcp.save({"model": net.state_dict()}, checkpoint_id=folder / "checkpoint")
     print("all was well", flush=True)
 
@@ -137,15 +146,15 @@ def pids(folder: Path) -> dict[int, int]:
     return {rank: int(text) for rank, file in found.items() if file.exists() and (text := file.read_text())}
 
 
-def watch(folder: Path, spared: int | None = None) -> None:
-    """Wait until the ranks have ended, all but the one that is `spared`: in time."""
+def watch(folder: Path, program: Program) -> None:
+    """Wait until all ranks have ended: in time."""
     end = time.monotonic() + BUSY
     while not (folder / "fate").exists():
         assert time.monotonic() < end, "the victim was never reached"
+        assert program.process.poll() is None or (folder / "fate").exists(), "it ended before the victim was reached"
         time.sleep(0.02)
     begun = time.monotonic()
-    wanted = {rank: pid for rank, pid in pids(folder).items() if rank != spared}
-    while left := [rank for rank, pid in wanted.items() if alive(pid)]:
+    while left := [rank for rank, pid in pids(folder).items() if alive(pid)]:
         taken = time.monotonic() - begun
         assert taken < TIMEOUT + MARGIN, f"alive after {taken:.1f} s: ranks {left}"
         time.sleep(0.02)
@@ -160,52 +169,63 @@ def free_port() -> int:
 def by_plain(when: str, how: str, folder: Path, victim: int = 2) -> tuple[list[int], list[str]]:
     """Four processes that nobody looks after, as under `srun`: exit codes and messages of each."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORLD)}
-    command = python("tests.test_failures", when, how, str(folder), str(victim))
+    command = python("tests.test_failures", when, how, str(folder), str(TIMEOUT), str(victim))
     programs = [start(command, {**meeting, "RANK": str(rank)}) for rank in range(WORLD)]
     try:
-        watch(folder, spared=victim if how == "stop" else None)
+        watch(folder, programs[0])
     finally:
         ends = [program.end(0.5) for program in programs]
     return [code for code, _, _ in ends], [err for _, _, err in ends]
 
 
-def by_launcher(program: Program, folder: Path, survivors_only: bool = False) -> tuple[int, str]:
-    """Exit code and messages. A stopped rank is sent SIGTERM by torchrun, which it takes when it goes on (or it is
-    killed, after 30 s)."""
+def by_launcher(launcher: Callable[..., list[str]], when: str, how: str, *options: str) -> str:
+    """The messages of a job that fails: it must end by itself, in time, and leave no process behind."""
+    with folder_of_ranks() as folder:
+        command, *rest = launcher(WORLD, "tests.test_failures", when, how, str(folder), str(TIMEOUT))
+        return _ended([command, *options, *rest], folder)
+
+
+def _ended(command: Sequence[str], folder: Path) -> str:
+    program, code = start(command), None
     try:
-        watch(folder, spared=2 if survivors_only else None)
-        if survivors_only:
-            time.sleep(1)
-            os.kill(pids(folder)[2], signal.SIGCONT)
+        watch(folder, program)
+        code = program.process.wait(15)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(program.process.pid, 0)
     finally:
-        code, _, err = program.end(15)
-    assert not any(alive(pid) for pid in pids(folder).values())
-    return code, err
+        _, _, err = program.end(0)
+        print(err)  # seen if the test fails
+    assert code, f"exit code {code}"
+    return err
 
 
 # Tests.
 
+HOW = ("kill", "stop", "raise", "exit")
+WHEN = ("forward", "backward", "checkpoint")
+LAYER = {
+    "forward": "for second [second], forward",
+    "backward": "for second [second], backward",
+    "checkpoint": "in torch.distributed.checkpoint",
+}
+
 
 def names_the_cause(text: str, when: str, how: str, victim: int = 2) -> bool:
-    """Whether a survivor's message has the layer and the peer."""
-    layer = {"forward": "for second [second], forward", "backward": "for second [second], backward"}.get(when, "")
+    """Whether a survivor's message has the layer, or the checkpoint, and the peer."""
+    if how == "raise" and when == "checkpoint":  # torch itself tells all ranks
+        return bool(re.search(r"CheckpointException ranks:dict_keys\(\[2\]\)(.|\n)*ValueError: sample 17", text))
     blamed = rf"no word from ranks? [\d, ]*\b{victim}\b"
     if how == "raise":
         blamed = rf"rank {victim} failed: ValueError: sample 17 is broken"
     elif victim == 0:
         blamed += r"|rank 0, or the launcher that keeps it, is gone"
-    return any(layer in line and re.search(blamed, line) for line in text.splitlines())
+    elif how == "stop":
+        blamed += r": process \d+ is stopped"
+    return any(LAYER.get(when, "") in line and re.search(blamed, line) for line in text.splitlines())
 
 
 @pytest.mark.parametrize(
-    "when, how, victim",
-    [
-        ("forward", "kill", 2),
-        ("backward", "stop", 2),
-        ("backward", "raise", 2),
-        ("checkpoint", "exit", 2),
-        ("backward", "exit", 0),
-    ],
+    "when, how, victim", [("forward", "kill", 2), ("backward", "stop", 2), ("backward", "exit", 0)]
 )
 def test_processes_that_nobody_looks_after(when: str, how: str, victim: int) -> None:
     with folder_of_ranks() as folder:
@@ -214,36 +234,61 @@ def test_processes_that_nobody_looks_after(when: str, how: str, victim: int) -> 
     survivors = [error for rank, error in enumerate(errors) if rank != victim]
     assert any(names_the_cause(error, when, how, victim) for error in survivors), "\n".join(survivors)
     assert not any("terminate called" in error for error in survivors), "\n".join(survivors)
-    if how == "raise":
-        assert "ValueError: sample 17 is broken" in errors[victim]
 
 
-@pytest.mark.parametrize("when, how", [("backward", "kill"), ("forward", "stop"), ("between", "raise")])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("when", WHEN)
 def test_torchrun(when: str, how: str) -> None:
-    with folder_of_ranks() as folder:
-        program = start(torchrun(WORLD, "tests.test_failures", when, how, str(folder)))
-        code, error = by_launcher(program, folder, survivors_only=how == "stop")
-    assert code != 0
+    error = by_launcher(torchrun, when, how)
     if how == "raise":
         assert "ValueError: sample 17 is broken" in error and error.find("ValueError") < error.find("Failures:")
-    else:
-        assert names_the_cause(error, when, how), error
+    assert names_the_cause(error, when, how), error
+
+
+def test_torchrun_when_the_others_do_not_wait() -> None:
+    """The rank's own message is there, and is the first."""
+    error = by_launcher(torchrun, "between", "raise")
+    assert "ValueError: sample 17 is broken" in error and error.find("ValueError") < error.find("Failures:")
+
+
+DEFAULT = {
+    ("forward", "kill"),
+    ("backward", "stop"),
+    ("checkpoint", "exit"),
+    ("forward", "raise"),
+    ("between", "leave"),
+}
+UNDER_MPI = [
+    pytest.param(when, how, marks=[] if (when, how) in DEFAULT else [pytest.mark.matrix])
+    for when, how in [*itertools.product(WHEN, HOW), ("between", "leave")]
+]
 
 
 @needs_mpi
-@pytest.mark.parametrize(
-    "when, how",
-    [("forward", "kill"), ("backward", "stop"), ("checkpoint", "exit"), ("forward", "raise"), ("between", "leave")],
-)
+@pytest.mark.parametrize("when, how", UNDER_MPI)
 def test_mpiexec(when: str, how: str) -> None:
-    with folder_of_ranks() as folder:
-        program = start(mpiexec(WORLD, "tests.test_failures", when, how, str(folder)))
-        code, error = by_launcher(program, folder)
-    assert code != 0
+    """mpiexec itself ends all ranks as soon as one dies: before they find out."""
+    error = by_launcher(mpiexec, when, how)
     if how == "raise":
         assert "ValueError: sample 17 is broken" in error
-    elif how == "stop":  # else mpiexec ends the survivors before they find out
+    elif how == "stop":
         assert names_the_cause(error, when, how), error
+    elif how in ("kill", "exit"):
+        assert "BAD TERMINATION" in error, error
+
+
+KEPT = [
+    pytest.param(when, how, marks=[] if (when, how) == ("backward", "kill") else [pytest.mark.matrix])
+    for when, how in itertools.product(WHEN, ("kill", "exit"))
+]
+
+
+@needs_mpi
+@pytest.mark.parametrize("when, how", KEPT)
+def test_mpiexec_that_lets_the_survivors_speak(when: str, how: str) -> None:
+    """With `-disable-auto-cleanup` it does not: the survivors say what they miss, and then end the job."""
+    error = by_launcher(mpiexec, when, how, "-disable-auto-cleanup")
+    assert names_the_cause(error, when, how), error
 
 
 # Ranks that were given different things.
@@ -273,6 +318,28 @@ def different_strategies() -> None:
     distfx.parallelize(Net(), distfx.Grid(c=2), strategy="stationary-x" if dist.get_rank() else "stationary-y")
 
 
+def frozen_on_one_rank() -> None:
+    """After a first call, so that everything is compiled: what is frozen decides which gradients are summed."""
+    net = distfx.parallelize(Net(), distfx.Grid(h=2))
+    net(torch.randn(2, 3, 8, 8)).sum().backward()
+    net.get_parameter("norm.bias").requires_grad_(dist.get_rank() == 0)
+    net(torch.randn(2, 3, 8, 8)).sum().backward()
+
+
+def frozen_before_the_first_call() -> None:
+    model = Net()
+    model.second.weight.requires_grad_(dist.get_rank() == 0)
+    distfx.parallelize(model, distfx.Grid(h=2))
+
+
+def converted_on_one_rank() -> None:
+    net = distfx.parallelize(Net(), distfx.Grid(h=2))
+    net(torch.randn(2, 3, 8, 8))
+    if dist.get_rank() == 1:
+        net.first.bfloat16()
+    net(torch.randn(2, 3, 8, 8))
+
+
 def different_sizes() -> None:
     distfx.Grid(h=2 + dist.get_rank())
 
@@ -283,12 +350,52 @@ def different_sizes() -> None:
         (different_versions, ("rank 0: distfx", "rank 1: distfx 0.0.9")),
         (different_grids, ("different grids", "rank 0: Grid(h=2)", "rank 1: Grid(w=2)")),
         (different_sizes, ("different grids", "rank 0: Grid(h=2)", "rank 1: Grid(h=3)")),
+        (frozen_on_one_rank, ("rank 0: norm.bias: torch.float32, requires_grad=True", "rank 1: norm.bias")),
+        (frozen_before_the_first_call, ("rank 0: second.weight requires_grad=True", "rank 1: second.weight")),
+        (converted_on_one_rank, ("rank 0: first.weight: torch.float32", "rank 1: first.weight: torch.bfloat16")),
         (different_strategies, ("rank 0: strategy={'*': 'stationary-y'}", "rank 1: strategy={'*': 'stationary-x'}")),
     ],
 )
 def test_ranks_with_different(given: Callable[[], None], words: tuple[str, ...]) -> None:
     message = same(run_raises(2, given), "RankMismatchError")
     assert all(word in message for word in words), message
+
+
+# Errors that are not of the transport.
+
+
+def error_in_a_move(kind: str) -> tuple[str, str, tuple[str, ...]]:
+    """What a caller sees of an error that happens while a layer's halo is exchanged, alike on all ranks."""
+    net = distfx.parallelize(Net(), distfx.Grid(h=2))
+    x = torch.randn(2, 3, 8, 8)
+    net(x)
+    before = halves.send_receive
+
+    def fails(*_: Any) -> Any:
+        if kind == "gloo":
+            raise RuntimeError("[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+        raise torch.OutOfMemoryError("no memory for 3 bytes")
+
+    halves.send_receive = fails
+    try:
+        net(x)
+    except Exception as error:
+        return type(error).__name__, str(error), tuple(getattr(error, "__notes__", ()))
+    finally:
+        halves.send_receive = before
+        failure._broken = False
+    raise AssertionError("no error")
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    for rank, (kind, text, notes) in enumerate(run(2, error_in_a_move, "memory")):
+        assert (kind, text) == ("OutOfMemoryError", "no memory for 3 bytes")
+        assert [note for note in notes if f"on rank {rank}, during" in note and "for first [first], forward" in note]
+
+
+def test_errors_of_the_transport_say_where() -> None:
+    for kind, text, _ in run(2, error_in_a_move, "gloo"):
+        assert kind == "CommunicationError" and "for first [first], forward" in text, text
 
 
 # check=True.

@@ -433,6 +433,75 @@ def check_many_at_once(rank: int, world: int) -> None:
     assert all((x == world).all() for x in pair)
 
 
+def computed_until(arrived: Callable[[], bool]) -> bool:
+    """Compute, and call nothing of MPI's, until `arrived`."""
+    a, end = torch.rand(200, 200), time.monotonic() + 20
+    while not arrived() and time.monotonic() < end:
+        a = torch.tanh(a @ a)
+    return arrived()
+
+
+def check_progress_while_computing(rank: int, world: int) -> None:
+    """Large messages arrive before anybody waits for them."""
+    size, left, right = 4 << 20, (rank - 1) % world, (rank + 1) % world
+    y = torch.zeros(size)
+    works = [dist.irecv(y, left), dist.isend(torch.full((size,), 1.0 + rank), right)]
+    assert computed_until(lambda: bool((y == 1.0 + left).all())), "nothing moves while this rank computes"
+    finish(*works)
+    x = torch.full((size,), 1.0 + rank)
+    work = dist.all_reduce(x, async_op=True)
+    if world > 1:
+        assert computed_until(lambda: bool((x == world * (world + 1) / 2).all())), "nor is anything added"
+    finish(work)
+
+
+def check_inference_mode(rank: int, world: int) -> None:
+    """The thread that finishes a message is not in the mode of the one that started it."""
+    with torch.inference_mode():
+        x = torch.ones(1024, 512).t()
+        work = dist.all_reduce(x, async_op=True)
+        computed_until(lambda: not mpi._live)
+        finish(work)
+    assert (x == world).all()
+    leaf = torch.ones(3, requires_grad=True)
+    work = dist.all_reduce(leaf.detach().clone(), async_op=True)
+    assert work is not None
+    scaled = work.get_future().then(lambda done: done.value()[0] * 2).wait()
+    (leaf * scaled).sum().backward()  # not an inference tensor
+    assert (leaf.grad == 2 * world).all()
+
+
+def check_futures(rank: int, world: int) -> None:
+    """A future is had at once, and completed by nobody's waiting; what follows from it runs then."""
+    dist.barrier()
+    late = rank == world - 1 and world > 1
+    if late:
+        time.sleep(0.5)
+    x, begun = torch.ones(3), time.monotonic()
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    future = work.get_future()
+    assert future is work.get_future()
+    assert late or world == 1 or (not future.done() and time.monotonic() - begun < 0.4)
+    doubled = future.then(lambda done: 2 * done.value()[0])
+    assert (doubled.wait() == 2 * world).all() and work.is_completed()
+
+    if world > 1:  # one that never comes: the last rank does not take part
+        group = dist.new_group(list(range(world)), timeout=timedelta(seconds=1))
+        future = None if rank == world - 1 else dist.all_reduce(torch.ones(2), group=group, async_op=True).get_future()
+        try:
+            if future is not None:
+                future.wait()
+        except dist.DistBackendError as error:
+            assert "mpi allreduce of ranks" in str(error) and "not done after 1 s" in str(error), error
+        else:
+            assert future is None
+        dist.barrier()
+        if rank == world - 1:
+            dist.all_reduce(torch.ones(2), group=group)
+        dist.barrier()
+
+
 def check_dropped_works(rank: int, world: int) -> None:
     """What nobody waits for is finished all the same, and then let go."""
     x = torch.ones(1000, 3).t()

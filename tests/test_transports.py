@@ -1,96 +1,71 @@
 """One program, three ways to start it, two transports: the same numbers.
 
-`python -m tests.test_transports`, started by mpiexec, is a part of the exactness suite over mpi.
+The exactness suite runs over gloo by default and over mpi with `pytest --transport mpi`; here is a sample of it over
+mpi, which is always run.
 """
 
+import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
-import torch
-from torch import nn
+import torch.distributed as dist
 
-from tests.exact import TOLERANCE, exact
+from tests import ranks, test_convolution, test_layers, test_models, test_operators
+from tests.exact import ranks_of
+from tests.ranks import over, run
 from tests.test_launch import ROOT, mpiexec, needs_mpi, start
 
-# What is compared over mpi.
+SAMPLE: list[tuple[Callable[..., None], str, dict[str, Any]]] = [
+    (test_models.test_every_grid, "n2 c2 h2 w2 w3 n2c2 n2h2 c2h2 c2w2 h2w2 c4 h4", {}),
+    (test_models.test_volumes, "d2 n2d2 c2d2", {}),
+    (test_models.test_signals, "w2 c2w2", {}),
+    (test_models.test_channel_algorithms, "c2 c2h2", {"strategy": "stationary-x"}),
+    (test_models.test_channel_algorithms, "c2 n2c2", {"strategy": "stationary-y"}),
+    (test_models.test_channel_algorithms, "c4", {"strategy": "stationary-w"}),
+    (test_models.test_many_sizes_one_network, "c2h2", {}),
+    (test_models.test_eval_mode, "h2w2", {}),
+    (test_models.test_float32, "c2h2", {}),
+    (test_convolution.test_lbann_distconv_halo_wider_than_shard, "h4", {}),
+    (test_convolution.test_lbann_distconv_channels_last_input, "h2w2", {"model_too": True}),
+    (test_convolution.test_distdl_transposed, "c2h2", {}),
+    (test_convolution.test_distdl_circular, "w3", {}),
+    (test_layers.test_squeeze_and_excite, "c2h2", {"linear": True}),
+    (test_layers.test_gradients_accumulate, "n2c2", {}),
+    (test_operators.test_dropout, "c2h2", {"features": False}),
+    (test_operators.test_networks, "c2 h2w2", {"model": test_operators.UNet}),
+]
+CASES = [(ranks_of(grid), test, {"grid": grid, **rest}) for test, grids, rest in SAMPLE for grid in grids.split()]
 
 
-def convolutions() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(4, 6, 3, padding=1),
-        nn.BatchNorm2d(6),
-        nn.ReLU(),
-        nn.Conv2d(6, 8, 5, stride=2, padding=2, groups=2),
-        nn.MaxPool2d(3, 2, padding=1),
-        nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1),
-    )
+@pytest.fixture(scope="module")
+def over_mpi() -> Iterator[None]:
+    """Ranks of mpiexec, ended when this file is done unless the whole run has them."""
+    with over("mpi"):
+        yield
+    if ranks.transport() != "mpi":
+        ranks.close("mpi")
 
 
-def classifier() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, padding_mode="circular"),
-        nn.GELU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 6),
-        nn.ReLU(),
-        nn.Linear(6, 5),
-    )
-
-
-def volumes() -> nn.Module:
-    return nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 4, 3, dilation=2))
-
-
-Case = tuple[Callable[[], nn.Module], str, Sequence[int], str]
-IMAGE, SMALL, VOLUME = (4, 4, 13, 11), (4, 3, 9, 8), (2, 2, 9, 8, 7)
-CASES: dict[int, list[Case]] = {
-    2: [
-        (convolutions, "h2", IMAGE, "auto"),
-        (classifier, "h2", SMALL, "auto"),
-        (convolutions, "c2", IMAGE, "stationary-x"),
-        (convolutions, "c2", IMAGE, "stationary-y"),
-        (classifier, "n2", SMALL, "auto"),
-        (volumes, "d2", VOLUME, "auto"),
-    ],
-    4: [
-        (convolutions, "n2c2", IMAGE, "auto"),
-        (convolutions, "c2h2", IMAGE, "auto"),
-        (convolutions, "c4", IMAGE, "stationary-w"),
-        (classifier, "c4", SMALL, "auto"),
-        (convolutions, "h2w2", IMAGE, "auto"),
-        (volumes, "n2d2", VOLUME, "auto"),
-    ],
-}
-
-
-def main() -> None:
-    import distfx
-
-    launch = distfx.init(timeout=120)
-    assert launch.backend == "mpi", launch
-    for build, grid, shape, strategy in CASES[launch.world]:
-        result = exact(build, grid, [shape], strategy=strategy, steps=2)
-        limit = TOLERANCE[torch.float64]
-        wrong = {name: error for name, error in result["errors"].items() if not error <= limit}
-        assert not wrong, f"rank {launch.rank}, {build.__name__} on {grid} with {strategy}: {wrong}"
-        for predicted, counted in (*result["bytes"], *result["messages"]):
-            assert predicted == counted, f"{build.__name__} on {grid}: the plan says {predicted}, the ledger {counted}"
-    sys.stdout.write(f"exact on rank {launch.rank}\n")
-    sys.stdout.flush()
-
-
-# Tests.
+def backend() -> str:
+    return str(dist.get_backend())
 
 
 @needs_mpi
-@pytest.mark.parametrize("world", [2, 4])
-def test_exact_over_mpi(world: int) -> None:
-    code, out, err = start(mpiexec(world, "tests.test_transports")).end(200)
-    assert code == 0, err
-    assert all(f"exact on rank {rank}" in out for rank in range(world)), out
+@pytest.mark.parametrize("world", [2])
+def test_these_ranks_are_over_mpi(over_mpi: None, world: int) -> None:
+    assert run(world, backend) == ["distfx_mpi"] * world
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    "world, test, arguments", CASES, ids=[f"{test.__name__}-{arguments['grid']}" for _, test, arguments in CASES]
+)
+def test_exact_over_mpi(over_mpi: None, world: int, test: Callable[..., None], arguments: dict[str, Any]) -> None:
+    wanted = {"world": world} if "world" in inspect.signature(test).parameters else {}
+    test(**wanted, **arguments)
 
 
 def losses(command: Sequence[str]) -> list[float]:
@@ -107,7 +82,3 @@ def test_one_program_three_launchers() -> None:
     assert len(alone) == 3
     for command in ([sys.executable, *by_torchrun], [*mpiexec(4, "")[:3], sys.executable, *program]):
         assert losses(command) == pytest.approx(alone, abs=1e-10)
-
-
-if __name__ == "__main__":
-    main()

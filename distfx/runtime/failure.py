@@ -4,6 +4,10 @@ A rank that gets no answer knows only that. So each that fails says so in the st
 for the others to do the same, and names those of which nothing was heard: they died, were stopped, or are busy with
 something else. A rank that ends by an exception of its own leaves its words there, too.
 
+Of a silent rank on the same machine more can be said: each leaves its process id at the start, so the system tells
+whether it is dead or stopped. A stopped one would outlive the job, for a launcher's SIGTERM does not reach it until it
+goes on: the survivors ask it to end, and wake it.
+
 Nothing here runs while all is well: :class:`During` is a ``try`` with a name.
 """
 
@@ -17,9 +21,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +36,7 @@ from distfx.errors import CommunicationError
 if TYPE_CHECKING:
     from distfx.grid import Segment
 
-__all__ = ["During", "all_left", "announce", "announce_uncaught", "broken", "leave"]
+__all__ = ["During", "all_left", "announce", "announce_uncaught", "broken", "introduce", "leave"]
 
 T = TypeVar("T")
 
@@ -39,6 +45,7 @@ ANSWER = 3.0  # seconds in which the store answers, or the rank that keeps it is
 END = 5  # seconds in which a process whose communication has failed must have ended
 MANY = 64  # in larger worlds, only the segment's ranks are asked for
 KEY = "distfx/trouble/"
+PROCESS = "distfx/process/"
 
 _broken = False
 
@@ -50,7 +57,10 @@ def broken() -> bool:
 
 @dataclass(slots=True, eq=False)
 class During:
-    """``with During(...)``: a failure to communicate inside becomes a :class:`CommunicationError` that says where."""
+    """``with During(...)``: a failure to communicate inside becomes a :class:`CommunicationError` that says where.
+
+    Other errors stay what they are, and get a note that says where.
+    """
 
     what: str
     """The move or the collective."""
@@ -67,8 +77,11 @@ class During:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError) and dist.is_initialized():
+        if not isinstance(error, Exception) or isinstance(error, CommunicationError) or not dist.is_initialized():
+            return
+        if _of_transport(error):
             raise CommunicationError(_report(str(self), self.members, error)) from error
+        error.add_note(f"on rank {dist.get_rank()}, during {self}")
 
     @property
     def members(self) -> Sequence[int]:
@@ -89,9 +102,9 @@ def announce(error: BaseException) -> str:
     if isinstance(error, CommunicationError):
         return ""  # told already
     if _of_transport(error):
-        return _report("a collective", range(dist.get_world_size()), error)
+        return _report(_place(error), range(dist.get_world_size()), error)
     with contextlib.suppress(Exception):
-        text = f"{type(error).__name__}: {error}"
+        text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         _within(ANSWER, lambda: _tell(_store(), "failed", text[:2000]))
     return ""
 
@@ -152,6 +165,8 @@ def _report(where: str, members: Sequence[int], error: BaseException) -> str:
         except Exception:
             known = {}
             peers = "the store where the ranks met does not answer: rank 0, or the launcher that keeps it, is gone"
+            if 0 in (states := _states([0])):
+                peers += f" ({states[0]})"
         where += f" failed{f' with rank {peer}' if (peer := getattr(error, 'peer', None)) is not None else ''}"
         text = f"rank {me}: {where}: {peers}\n  {type(error).__name__}: {first}"
         if known:
@@ -183,8 +198,12 @@ def _blame(me: int, members: Sequence[int], known: dict[int, tuple[str, str]]) -
     """In one sentence each: the ranks that failed by themselves, those that are silent, those that wait as well."""
     said = [f"rank {rank} failed: {text}" for rank, (kind, text) in known.items() if kind == "failed"]
     said += [f"rank {rank} {text}" for rank, (kind, text) in known.items() if kind == "left"]
-    if silent := [rank for rank in members if rank not in known]:
-        said.append(f"no word from {_ranks(silent)}: dead, stopped, or waiting for another")
+    silent = [rank for rank in members if rank not in known]
+    states = _states(silent)
+    for state in dict.fromkeys(states.values()):
+        said.append(f"no word from {_ranks([rank for rank in silent if states.get(rank) == state])}: {state}")
+    if rest := [rank for rank in silent if rank not in states]:
+        said.append(f"no word from {_ranks(rest)}: dead, stopped, or waiting for another")
     waiting = {rank: text for rank, (kind, text) in known.items() if kind == "waits" and rank != me}
     if waiting and not said:
         said.append("no rank is missing; " + "; ".join(f"rank {rank}: {text}" for rank, text in waiting.items()))
@@ -197,8 +216,30 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _of_transport(error: BaseException) -> bool:
-    """Whether an error comes from a collective: of a program's own, a DTensor's, a checkpoint's."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+    """Whether an error comes from the means of communication: gloo has no type of its own for its errors."""
+    return (
+        isinstance(error, dist.DistError)
+        or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+        or type(error).__module__.startswith("mpi4py")
+    )
+
+
+def _place(error: BaseException) -> str:
+    """Which call of torch's failed, and where the program made it: of a checkpoint, a DTensor, the program's own."""
+    ours, torchs = Path(__file__).resolve().parent.parent, Path(dist.__file__).resolve().parent
+    caller, called, innermost = "", "", "a collective"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+        if not code.co_filename.startswith(str(torchs)):
+            if not called and not code.co_filename.startswith(str(ours)):
+                caller = f"{os.path.basename(code.co_filename)}:{line}"
+        elif code.co_name not in ("wrapper", "inner"):  # of decorators
+            called = called or f"{module}.{code.co_name}"
+            if module == "torch.distributed.distributed_c10d":
+                innermost = code.co_name
+    if called.endswith(f".{innermost}"):
+        return f"{innermost} at {caller}"
+    return f"{innermost} in {called} at {caller}" if called else innermost
 
 
 # -------------------------------------------------------------------------------------------------- the store
@@ -241,6 +282,82 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
     return result[0]
 
 
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A rank's process: its machine (since this boot, in this namespace of ids), its id, when it was started."""
+
+    node: str
+    pid: int
+    born: str
+
+
+_processes: dict[int, _Process] = {}
+"""Those that are known here."""
+
+
+def introduce() -> None:
+    """Leave word of this process for the others. That of rank 0 is read at once: it may keep the store."""
+    _processes.clear()
+    if node := _node():
+        me = [node, os.getpid(), _stat(os.getpid())[1]]
+        _store().set(f"{PROCESS}{dist.get_rank()}", json.dumps(me))
+        _meet([0], wait=True)
+
+
+@cache
+def _node() -> str:
+    """Where process ids mean the same; empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State and time of start of a process, as the kernel has them; ``("", "")`` if there is none."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    return "", ""
+
+
+def _meet(ranks: Sequence[int], wait: bool = False) -> None:
+    """Learn of the processes of ``ranks``, as far as they can be known."""
+    store = _store()
+    for rank in ranks:
+        if rank not in _processes and (wait or store.check([f"{PROCESS}{rank}"])):
+            _processes[rank] = _Process(*json.loads(store.get(f"{PROCESS}{rank}")))
+
+
+def _states(ranks: Sequence[int]) -> dict[int, str]:
+    """Of those ranks that are on this machine, and dead or stopped: which."""
+    with contextlib.suppress(Exception):
+        _within(ANSWER, lambda: _meet(ranks))
+    found = {}
+    for rank in ranks:
+        if rank in _processes and _processes[rank].node == _node():
+            pid = _processes[rank].pid
+            state, born = _stat(pid)
+            if state in ("", "Z", "X") or born != _processes[rank].born:
+                found[rank] = f"process {pid} is dead"
+            elif state == "T":
+                found[rank] = f"process {pid} is stopped"
+    return found
+
+
+def _end_stopped() -> None:
+    """Ask ranks on this machine that are stopped to end, and wake them."""
+    world = dist.get_world_size()
+    for rank, state in _states(range(world) if world <= MANY else [*_processes]).items():
+        if state.endswith("stopped"):
+            for sign in (signal.SIGTERM, signal.SIGCONT):
+                with contextlib.suppress(OSError):
+                    os.kill(_processes[rank].pid, sign)
+
+
 # ---------------------------------------------------------------------------------------------------- the end
 
 
@@ -253,6 +370,8 @@ def _break() -> None:
 
 
 def _hurry() -> None:
+    with contextlib.suppress(Exception):
+        _end_stopped()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(END)

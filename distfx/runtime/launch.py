@@ -107,6 +107,7 @@ def init(backend: str | None = None, timeout: float | timedelta | None = None, l
     store = _store(found, limit)
     dist.init_process_group(name, store=store, rank=found.rank, world_size=found.world, timeout=limit)
     if found.world > 1:
+        failure.introduce()
         failure.announce_uncaught(keeps_store=found.rank == 0 and found.launcher != "torchrun")
         if found.launcher == "mpi" and "mpi4py.MPI" in sys.modules:
             mpi.abort_on_error()

@@ -11,8 +11,10 @@ Every operation is a non-blocking MPI call; the `Work` it returns keeps the buff
   cost the bytes of float32.
 - MPI sees dense host memory. Other tensors (channels_last, slices, GPU tensors under an MPI that is not CUDA-aware) go
   through a contiguous copy, pinned for GPUs, and are copied back when the work is done.
-- MPI moves data only while it is called. `wait` polls: it spins, then yields the core, then sleeps. `progress()` is for
-  a computation that wants to push messages along in between.
+- MPI moves data only while it is called. `wait` polls: it spins, then yields the core, then sleeps. While the program
+  computes instead, a thread polls for it: what is large, and what a future was asked of. It sleeps when there is no
+  such thing, is never awake for small messages, and is not there if MPI does not let several threads call it
+  (`MPI.THREAD_MULTIPLE`), or with `DISTFX_MPI_PROGRESS=0`. `progress()` does the same once, by hand.
 - A wait that exceeds the timeout says which operation on which ranks, and which ranks have not come.
 
 Importing this module does not start MPI: mpi4py is imported with the first group.
@@ -26,6 +28,7 @@ import functools
 import math
 import os
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -48,10 +51,13 @@ BACKEND = "distfx_mpi"
 
 SPINS = 200  # polls before a waiting rank yields its core, some 50 us
 YIELD = 0.02  # seconds of yielding before it sleeps between polls
-NAP = 5e-5  # seconds of sleep between polls
+NAP = 5e-5  # seconds of sleep between polls, at first;
+LONG_NAP = 2e-3  # at last: a rank that waits long leaves its core to those it waits for
 GRACE = 2.0  # seconds that a timed-out rank gives the others to report the same
 DRAIN = 2.0  # seconds at exit for operations that nobody waited for
 CROWD = 256  # unfinished operations before new ones look after the old
+LARGE = 256 << 10  # bytes from which on the thread pushes a message along
+PUSH = 2e-4  # seconds between its polls
 
 _UNSET = timedelta(0)
 _live: set[MpiWork] = set()  # everything started and not finished: a Work that is dropped keeps its buffers here
@@ -67,6 +73,47 @@ def progress() -> None:
     """Let MPI advance everything under way, and finish what has arrived. Never blocks."""
     for work in list(_live):
         work.is_completed()
+
+
+class _Pusher:
+    """The thread that calls MPI while the program computes."""
+
+    def __init__(self) -> None:
+        self.works: set[MpiWork] = set()
+        self.wanted = threading.Event()
+        self.ended = False
+        self.thread = threading.Thread(target=self.run, name="distfx mpi progress", daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        while not self.ended:
+            self.wanted.wait()
+            while self.works and not self.ended:
+                time.sleep(PUSH)  # first: most of what is waited for at once needs no help
+                for work in list(self.works):
+                    if work.push():
+                        self.works.discard(work)
+            self.wanted.clear()
+            if self.works:  # came in between
+                self.wanted.set()
+
+    def push(self, work: MpiWork) -> None:
+        self.works.add(work)
+        if not self.wanted.is_set():
+            self.wanted.set()
+
+    def end(self) -> None:
+        self.ended = True
+        self.wanted.set()
+        self.thread.join(1)
+
+
+@functools.cache
+def _pusher() -> _Pusher | None:
+    """The one of this process, if MPI lets it be."""
+    MPI = load()
+    allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE and os.environ.get("DISTFX_MPI_PROGRESS", "1") != "0"
+    return _Pusher() if allowed else None
 
 
 @functools.cache
@@ -181,39 +228,89 @@ class MpiWork(dist.Work):
         self._requests = [part.request for part in parts]
         self._done = False
         self._error: Exception | None = None
+        self._asking = threading.Lock()
+        self._future: torch.futures.Future | None = None
+        self._deadline = math.inf
         if len(_live) >= CROWD:
             progress()
         _live.add(self)
+        self._pusher = _pusher() if any(t.nbytes >= LARGE for part in parts for t in part.keep) else None
+        if self._pusher is not None:
+            self._pusher.push(self)
 
     def is_completed(self) -> bool:
         """Whether the result is there. Asking lets MPI make progress, and finishes what has arrived."""
         if self._done:
             return True
+        if not self._advance():
+            return False
+        if self._future is not None:
+            self._fulfil()
+        return True
+
+    def push(self) -> bool:
+        """The same from the progress thread: what is left to do must then be done in the mode of the tensors, and what
+        hangs on the future in no special one. Also: whether nobody need ask any more, as the time is over."""
+        with torch.inference_mode(any(t.is_inference() for t in self._outputs)):
+            done = self._advance()
+        if not done and self._future is not None and time.monotonic() > self._deadline:
+            self._error = self._timed_out(self._timeout.total_seconds())
+        if done or self._error is not None:
+            self._fulfil()
+            return True
+        return False
+
+    def _advance(self) -> bool:
+        """Let MPI make progress; whether the operation is finished."""
+        if self._asking.acquire(blocking=False):  # else another thread is at it
+            try:
+                if not self._done:
+                    self._ask()
+            finally:
+                self._asking.release()
+        return self._done
+
+    def _ask(self) -> None:
         try:
             if len(self._requests) == 1:
-                part = self._parts[0]
-                arrived = self._requests[0].Test(part.status)
+                arrived = self._requests[0].Test(self._parts[0].status)
             else:
                 arrived = self._group.mpi.Request.Testall(self._requests)
             if not arrived:
-                return False
-            self._done = True
-            _live.discard(self)
+                return
             for part in self._parts:
                 if part.finish is not None:
                     part.finish()
         except Exception as error:
-            self._done = True
-            _live.discard(self)
             self._error = dist.DistBackendError(f"mpi {self._name} of {self._group}: {error}")
             self._error.__cause__ = error
+        _live.discard(self)
         self._requests, self._parts = [], self._parts[:1]  # the status of a receive is still wanted
-        return True
+        self._done = True
+
+    def _fulfil(self) -> None:
+        """Complete the future, if there is one."""
+        with self._asking:
+            future = self._future
+            if future is None or future.done():
+                return
+            if self._error is None:
+                future.set_result(self._outputs)
+            else:  # C++ sees only that there is no result: the reason would be lost
+                print(f"distfx: {self._error}", file=sys.stderr, flush=True)
+                future.set_exception(self._error)
+
+    def _timed_out(self, limit: float) -> dist.DistBackendError:
+        return dist.DistBackendError(
+            f"mpi {self._name} of {self._group} not done after {limit:g} s{self._group._silent(self)}"
+        )
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Finish the operation; `DistBackendError` if it fails, or is not done after the timeout (default: the
         group's)."""
         polls, start, limit = 0, 0.0, 0.0
+        if self._pusher is not None and self._future is None:
+            self._pusher.works.discard(self)  # from here on it is pushed by this thread
         while not self.is_completed():
             polls += 1
             if polls < SPINS:
@@ -222,13 +319,11 @@ class MpiWork(dist.Work):
             if polls == SPINS:
                 start, limit = now, (timeout if timeout > _UNSET else self._timeout).total_seconds()
             if now - start > limit:
-                raise dist.DistBackendError(
-                    f"mpi {self._name} of {self._group} not done after {limit:g} s{self._group._silent(self)}"
-                )
+                raise self._timed_out(limit)
             if now - start < YIELD:
                 os.sched_yield()
             else:
-                time.sleep(NAP)
+                time.sleep(min(max(NAP, (now - start) / 1000), LONG_NAP))
         if self._error is not None:
             raise self._error
         return True
@@ -254,12 +349,19 @@ class MpiWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """A completed future: it waits here, for nobody would complete it later."""
-        self.wait()
-        devices: set[int | str | torch.device] = {t.device for t in self._outputs if t.is_cuda}
-        future: torch.futures.Future = torch.futures.Future(devices=list(devices))
-        future.set_result(self._outputs)
-        return future
+        """A future that the progress thread completes; where there is none, a completed one."""
+        if self._future is None:
+            pusher = _pusher()
+            if pusher is None:
+                self.wait()
+            devices: set[int | str | torch.device] = {t.device for t in self._outputs if t.is_cuda}
+            self._deadline = time.monotonic() + self._timeout.total_seconds()
+            self._future = torch.futures.Future(devices=list(devices))
+            if self._done:
+                self._fulfil()
+            elif pusher is not None:
+                pusher.push(self)
+        return self._future
 
 
 class _Part:
@@ -670,7 +772,8 @@ def _create(options: Any, _: object = None) -> MpiProcessGroup:
             f'backend "mpi": {wanted} ranks are wanted, MPI started {world.size}; start them with the mpiexec (or srun '
             f"--mpi=...) of the library that mpi4py uses: {MPI.Get_library_version().splitlines()[0].strip()}"
         )
-    if ranks:
+    if ranks or wanted < world.size:
+        ranks = ranks or list(range(wanted))
         members = world.group.Incl(ranks)
         comm = world.Create_group(members, zlib.crc32(str(options.group_id).encode()) & 0x7FFF)
         members.Free()
@@ -703,6 +806,8 @@ def _leave() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         load().COMM_WORLD.Abort(_exit_code or 1)
+    if _pusher.cache_info().currsize and (pusher := _pusher()) is not None:
+        pusher.end()
     end = time.monotonic() + DRAIN
     while _live and time.monotonic() < end:
         progress()
