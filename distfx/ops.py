@@ -13,7 +13,7 @@ from typing import Any
 from distfx.layout import Coords, Split
 from distfx.symbolic import Size, show
 
-__all__ = ["LocalPart", "LocalSize", "LocalStart", "inserted"]
+__all__ = ["LocalPart", "LocalSize", "LocalStart", "Nth", "inserted"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,21 @@ class LocalPart:
         return f"part({','.join(self.axes)})"
 
 
+@dataclass(frozen=True)
+class Nth:
+    """One result of an operator that has several, as a call of its own: ``topk.0``. Linking shares the work."""
+
+    op: Callable[..., Any]
+    index: int
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.op.__name__.removesuffix('.default')}.{self.index}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)[self.index]
+
+
 def _symbolic(name: str, doc: str) -> Callable[..., Any]:
     def op(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"distfx.ops.{name} is symbolic: call the parallel module, which binds the graph to a shape")
@@ -87,6 +102,7 @@ norm = _symbolic("norm", "Standardise with statistics of the whole tensor, scale
 dropout = _symbolic("dropout", "Dropout: equal parts of the mask are drawn alike, others independently.")
 resample = _symbolic("resample", "The block of an interpolation's output that starts at `start`.")
 add_blocks = _symbolic("add_blocks", "A concatenation along a split dim: parts that are zero elsewhere, added.")
+reduce = _symbolic("reduce", "A reduction of a split dim that only small values are sent for.")
 mean = _symbolic("mean", "A sum divided by the global count: over a split dim a partial sum of the mean.")
 
 

@@ -106,6 +106,89 @@ def test_operator(name: str, grid: str) -> None:
     assert not any(row.whole for row in results[0]["rows"]), [row.node for row in results[0]["rows"] if row.whole]
 
 
+class Expressions(nn.Module):
+    """A convolution and expressions of its result ``x``, all of which are returned: one capture for many operators."""
+
+    def __init__(self, texts: tuple[str, ...], channels: int = 5) -> None:
+        super().__init__()
+        self.texts = texts
+        self.conv = nn.Conv2d(3, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.conv(x)
+        results = (eval(text, {"torch": torch, "F": F, "x": x}) for text in self.texts)
+        return tuple(t for y in results for t in (y if isinstance(y, tuple) else (y,)))
+
+
+def expressions(
+    grid: str, texts: tuple[str, ...], channels: int = 5, shapes: tuple[tuple[int, ...], ...] = ((2, 3, 7, 6),)
+) -> list[str]:
+    """All of ``texts`` are exact on ``grid``, by rule. Gives the moves but for those of the outputs."""
+    results = check(Expressions, grid, list(shapes), kwargs={"texts": texts, "channels": channels})
+    rows = results[0]["rows"]
+    assert not any(row.whole for row in rows), [row.node for row in rows if row.whole]
+    return [move for row in rows for move in row.moves]
+
+
+REDUCTIONS = (
+    "x.softmax(1)",
+    "x.log_softmax(2)",
+    "x.float().softmax(-1, dtype=torch.float64)",
+    "x.logsumexp((1, 2))",
+    "x.logsumexp(3, keepdim=True)",
+    "x.amax((2, 3))",
+    "x.amin(1) * 1.5",
+    "x.relu().amax((1, 2), keepdim=True)",  # ties across ranks
+    "x.max(1)[0]",
+    "x.relu().min(2).values",
+    "x.max(2, keepdim=True)",
+    "x.max() + x.min()",
+    "torch.aminmax(x)",
+    "torch.aminmax(x, dim=2)",
+    "x.argmax(2).double() * x.mean(2)",
+    "x.relu().argmin(1, keepdim=True) * x",
+    "x * x.argmax()",
+)
+MOMENTS = (
+    "x.var((2, 3))",
+    "x.var(1, unbiased=False, keepdim=True)",
+    "x.std()",
+    "x.std(2, correction=0)",
+    "torch.var_mean(x, (1, 2))",
+    "torch.std_mean(x, 2, unbiased=False)",
+    "x.norm()",
+    "x.norm(dim=1)",
+    "x.norm(p=3, dim=(1, 2))",
+    "x.norm(p=1, dim=2, keepdim=True)",
+    "x.norm(p=1.5, dim=2)",
+    "x.norm(p=float('inf'), dim=(1, 2))",
+    "(0 * x).norm(dim=2)",
+    "F.normalize(x, dim=1)",
+    "x.prod(2)",
+    "x.prod()",
+    "x.relu().prod(1)",  # zeros
+    "x.cumsum(2)",
+    "x.relu().cumprod(1)",
+    "(x > 0).cumsum(2) * x",
+    "x * (x > 0.5).any(2, keepdim=True)",
+    "x * (x > 0).all(1, keepdim=True)",
+    "x * (x > 0.5).any()",
+    "x * torch.count_nonzero(x.relu())",
+    "x - x.amax(1, keepdim=True).detach()",
+    "x.flip(2)",
+    "x.flip((1, 2, 3)) * x",
+)
+
+
+@pytest.mark.parametrize("grid", ["n2", "c2", "h2", "w2", "c3", "h3", "n2h2", "c2h2"])
+@pytest.mark.parametrize("texts", [REDUCTIONS, MOMENTS], ids=["reductions", "moments"])
+def test_reductions_send_small_values(texts: tuple[str, ...], grid: str) -> None:
+    """Over split dims nothing is gathered but the outputs."""
+    shapes = ((3, 3, 7, 6), (2, 3, 2, 2)) if "3" in grid else ((3, 3, 7, 6),)  # also smaller than the axis
+    moves = expressions(grid, texts, shapes=shapes)
+    assert not any("all_to_all" in move for move in moves)
+
+
 def dropped(grid: str, features: bool) -> list[Tensor]:
     torch.manual_seed(11 + 1000 * torch.distributed.get_rank())  # only rank 0's seed matters
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout2d(0.4) if features else nn.Dropout(0.4))

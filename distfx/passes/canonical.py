@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
+from distfx.ops import Nth
 from distfx.passes.nodes import arguments, aten
 
 __all__ = ["canonical", "name_after_module"]
@@ -134,12 +137,48 @@ def _stacked(graph: Graph, node: Node) -> None:
     node.target, node.kwargs = aten.cat.default, {}
 
 
+def _norm(graph: Graph, node: Node) -> None:
+    """Every spelling of a vector norm; those of infinite order are extremes of absolute values."""
+    a = arguments(node)
+    x, order, dims = node.args[0], a["ord"] if "ord" in a else a["p"], a.get("dim")
+    keepdim, dtype = bool(a.get("keepdim")), a.get("dtype")
+    order = 2.0 if order is None else float(order)
+    assert isinstance(x, Node)
+    node.kwargs = {} if dtype is None else {"dtype": dtype}
+    if math.isinf(order) and dtype is None:
+        node.target = aten.amax.default if order > 0 else aten.amin.default
+        size = _call(graph, node, aten.abs.default, (x,), x.meta["shape"])
+        node.args = (size, [] if dims is None else [dims] if isinstance(dims, int) else list(dims), keepdim)
+    else:
+        node.target = aten.linalg_vector_norm.default
+        node.args = (x, order, None if dims is None else dims if isinstance(dims, list | tuple) else [dims], keepdim)
+
+
+_NORMS = {
+    aten.linalg_vector_norm.default,
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim,
+    aten.norm.ScalarOpt_dtype,
+    aten.norm.ScalarOpt_dim_dtype,
+}
+
+
+def _is_pure(target: Any) -> bool:
+    """Whether calling an operator once more changes nothing."""
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags
+
+
 def canonical(graph: Graph, node: Node) -> None:
     """One operator for each idea: ``convolution`` for all convolutions, ``reshape`` for all views, and so on."""
     target = node.target
     source = node.args[0] if node.args else None
     if target is operator.getitem and isinstance(source, Node) and source.target in (*_SPLITS, aten.unbind.int):
         _part(node)
+    elif target is operator.getitem and isinstance(source, Node) and _is_pure(source.target):
+        index: Any = node.args[1]
+        node.target, node.args, node.kwargs = Nth(source.target, index), source.args, source.kwargs  # type: ignore[arg-type]
     elif target in _TRANSPOSITIONS:
         node.args, node.target = (source, _permutation(node)), aten.permute.default
     elif target in (aten.expand.default, aten.expand_as.default):
@@ -148,6 +187,12 @@ def canonical(graph: Graph, node: Node) -> None:
         _shuffle(graph, node)
     elif target is aten.stack.default:
         _stacked(graph, node)
+    elif target in _NORMS:
+        _norm(graph, node)
+    elif target is aten.count_nonzero.default or target is aten.count_nonzero.dim_IntList:
+        true = _call(graph, node, aten.ne.Scalar, (source, 0), source.meta["shape"])  # type: ignore[union-attr]
+        true.meta["dtype"] = torch.bool
+        node.target, node.args = aten.sum.dim_IntList, (true, arguments(node).get("dim"))
     elif target is aten.type_as.default:
         node.args, node.target = (source, node.meta["dtype"]), aten.to.dtype
     elif target is aten.concat.default:

@@ -105,8 +105,8 @@ def project(
     dims = _splits(spec.result, spec, axes, sizes, spec.node.meta["shape"], None)
     if dims is None:
         return None
-    split = {axis for dim in dims for axis in dim.axes}
-    return tuple(needs), Layout(dims, partial=frozenset(set(used) - split))
+    settled = {axis for dim in dims for axis in dim.axes} | {axis for f in spec.inside for axis in axes.get(f, ())}
+    return tuple(needs), Layout(dims, partial=frozenset(set(used) - settled))
 
 
 def _splits(

@@ -38,6 +38,8 @@ class Spec:
     """The window through which an operand, by its number, is read along a factor."""
     mode: str = "constant"
     fill: float = 0.0
+    inside: frozenset[str] = frozenset()
+    """The factors whose reduction the operator completes itself: over their axes the result is the same everywhere."""
 
     def spatial(self) -> tuple[str, ...]:
         """The factors of the result's spatial dims, in order."""
@@ -54,6 +56,8 @@ class Site:
     args: tuple[Any, ...]
     ranks: Mapping[str, int]
     """The sizes of the grid's axes."""
+    operands: tuple[Layout, ...] = ()
+    """The layouts in which the operands come."""
 
     @property
     def node(self) -> Node:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from distfx.passes.nodes import operator_of
 from distfx.passes.rows import contract, norm, pointwise, pool, reduce, resample, shape
 from distfx.passes.rows.contract import CONVOLUTION, TRANSPOSED
 from distfx.passes.rows.pointwise import POINTWISE, is_pointwise, is_random
@@ -34,7 +35,8 @@ def spec_of(node: Node) -> Spec | None:
     """The iteration space of a call, or ``None`` if the table has no row that fits it."""
     if not isinstance(node.meta.get("shape"), tuple) or node.meta.get("many"):
         return None
-    row = TABLE.get(node.target) or (POINTWISE if is_pointwise(node.target) else None)
+    target = operator_of(node)
+    row = TABLE.get(target) or (POINTWISE if is_pointwise(target) else None)
     if row is not None and not isinstance(row, Row):
         row = row(node)
     return row.spec(node) if row is not None else None

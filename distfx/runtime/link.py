@@ -24,6 +24,7 @@ from distfx.runtime.kernels import BatchNorm, Zero
 from distfx.runtime.norm import Norm
 from distfx.runtime.parameters import Bucket, Gradients
 from distfx.runtime.random import Dropout
+from distfx.runtime.reduce import Reduction
 from distfx.runtime.resample import resample
 
 __all__ = ["link"]
@@ -102,11 +103,11 @@ def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
         name: str = node.target.__name__  # type: ignore[union-attr]
         node.target = RunMove(bound, grid.segment(bound.forward.axes), node.meta["owner"], name, node.meta.get("path"))
         node.kwargs = {}
-    elif node.target in (ops.batch_norm, ops.norm):
+    elif node.target in (ops.batch_norm, ops.norm, ops.reduce):
         kwargs: dict[str, Any] = dict(node.kwargs)
-        kind = BatchNorm if node.target is ops.batch_norm else Norm
-        node.target = kind(grid.segment(tuple(kwargs.pop("axis"))), node.name, **kwargs)
-        node.target.path = node.meta.get("path")
+        kinds: dict[Any, Any] = {ops.batch_norm: BatchNorm, ops.norm: Norm, ops.reduce: Reduction}
+        node.target = kinds[node.target](grid.segment(tuple(kwargs.pop("axis"))), node.name, **kwargs)
+        node.target.path = node.meta.get("path")  # type: ignore[union-attr]
         node.kwargs = {}
     elif node.target is ops.dropout:
         node.target = Dropout(node.name, **node.kwargs)  # type: ignore[arg-type]
@@ -114,8 +115,9 @@ def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
     elif getattr(node.target, "__name__", None) in KERNELS and node.target is ops.inserted(node.target.__name__):  # type: ignore[union-attr]
         node.target = KERNELS[node.target.__name__]
     elif _is_empty(node):
-        dtype = node.meta["dtype"]  # a float follows its operand, which may have been converted since
-        node.target = Zero(node.meta["local"], None if dtype.is_floating_point else dtype)
+        dtype = node.meta["dtype"]  # where it is its operand's it follows that, which may have been converted since
+        same = dtype == node.all_input_nodes[0].meta["dtype"]
+        node.target = Zero(node.meta["local"], None if same else dtype)
 
 
 def _is_empty(node: Node) -> bool:

@@ -13,7 +13,7 @@ from distfx.passes.notation import Word
 from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, unchanged
 from distfx.symbolic import Size, product
 
-__all__ = ["CAT", "EXPAND", "PAD", "PERMUTE", "RESHAPE", "ROLL", "ROWS", "SELECT", "SLICE"]
+__all__ = ["CAT", "EXPAND", "FLIP", "PAD", "PERMUTE", "RESHAPE", "ROLL", "ROWS", "SELECT", "SLICE"]
 
 
 def _pad_widths(node: Node) -> list[tuple[Any, Any]]:
@@ -146,6 +146,18 @@ def _local_roll(site: Site) -> Call:
 ROLL = Row("roll", "... [d] ... -> ... d ...", _local_roll, build=_roll_spec, cost="what changes its owner")
 
 
+def _flip_spec(row: Row, node: Node) -> Spec | None:
+    x: Any = node.args[0]
+    dims: Any = node.args[1]
+    rank = len(node.meta["shape"])
+    sizes = {d % rank: node.meta["shape"][d % rank] for d in dims}
+    windows = {(0, d): Window(lo=-size, hi=size, mul=-1) for d, size in sizes.items()}
+    return dims_spec(row, node, [(x, list(range(rank)))], list(range(rank)), windows)
+
+
+FLIP = Row("flip", "... [d] ... -> ... d ...", unchanged, build=_flip_spec, cost="what changes its owner")
+
+
 def _permute_spec(row: Row, node: Node) -> Spec | None:
     x: Any = node.args[0]
     dims: Any = node.args[1]
@@ -228,6 +240,7 @@ ROWS: dict[Any, Row] = {
     aten.select.int: SELECT,
     aten.cat.default: CAT,
     aten.roll.default: ROLL,
+    aten.flip.default: FLIP,
     aten.permute.default: PERMUTE,
     aten.expand.default: EXPAND,
     aten.reshape.default: RESHAPE,
