@@ -34,13 +34,17 @@ class LocalSize:
 
 @dataclass(frozen=True)
 class LocalStart(LocalSize):
-    """Where this rank's part of a dim starts in the whole: ``start(H/h)``."""
+    """Where this rank's part of a dim starts in the whole: ``start(H/h)``; or a multiple of that, shifted."""
+
+    stride: int = 1
+    shift: int = 0
 
     def at(self, coords: Coords) -> Size:
-        return self.split.bounds(self.extent, coords)[0]
+        return self.stride * self.split.bounds(self.extent, coords)[0] + self.shift
 
     def __repr__(self) -> str:
-        return f"start({super().__repr__()})"
+        text = f"start({super().__repr__()})"
+        return (f"{self.stride}*" if self.stride != 1 else "") + text + (f"{self.shift:+d}" if self.shift else "")
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,10 @@ add_bias = _symbolic("add_bias", "Add a bias along dim 1, once, after the sum ov
 batch_norm = _symbolic("batch_norm", "Batch norm in training, with the statistics of the whole batch.")
 conv_transpose = _symbolic("conv_transpose", "The block of a transposed convolution's output that starts at `start`.")
 avg_pool = _symbolic("avg_pool", "The block of an average pooling's output, dividing by global window counts.")
+adaptive_pool = _symbolic("adaptive_pool", "The block of an adaptive pooling's output that starts at `start`.")
+max_pool_index = _symbolic(
+    "max_pool_index", "Where in the whole the windows of this block have their greatest element."
+)
 norm = _symbolic("norm", "Standardise with statistics of the whole tensor, scale and shift.")
 dropout = _symbolic("dropout", "Dropout: equal parts of the mask are drawn alike, others independently.")
 resample = _symbolic("resample", "The block of an interpolation's output that starts at `start`.")

@@ -189,6 +189,30 @@ def test_reductions_send_small_values(texts: tuple[str, ...], grid: str) -> None
     assert not any("all_to_all" in move for move in moves)
 
 
+POOLING = (
+    "F.adaptive_avg_pool2d(x, (3, 2))",
+    "F.adaptive_avg_pool2d(x, (4, 1))",
+    "F.adaptive_avg_pool2d(x, (9, 8))",
+    "F.adaptive_avg_pool2d(x[0], (3, 2))",
+    "F.adaptive_avg_pool2d(x, 1)",
+    "F.adaptive_max_pool2d(x, (3, 4))",
+    "F.adaptive_max_pool2d(x.relu(), (2, 5), return_indices=True)",  # ties
+    "F.adaptive_max_pool2d(x.relu(), 1, return_indices=True)",
+    "F.adaptive_max_pool2d(x, 1)",
+    "F.max_pool2d(x, 3, 2, 1, return_indices=True)",
+    "F.max_pool2d(x.relu(), 2, return_indices=True, ceil_mode=True)",
+    "F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)",
+    "F.lp_pool2d(x, 2, 2)",
+    "F.max_pool2d((x * 10).long(), 3, 1, 1) * x",  # integers beyond the border
+    "F.local_response_norm(x, 3)",
+)
+
+
+@pytest.mark.parametrize("grid", ["n2", "c2", "h2", "w2", "h3", "n2h2", "c2h2"])
+def test_pooling_by_position(grid: str) -> None:
+    expressions(grid, POOLING, shapes=((2, 3, 7, 6), (3, 3, 6, 8)))
+
+
 def dropped(grid: str, features: bool) -> list[Tensor]:
     torch.manual_seed(11 + 1000 * torch.distributed.get_rank())  # only rank 0's seed matters
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout2d(0.4) if features else nn.Dropout(0.4))

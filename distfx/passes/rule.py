@@ -19,7 +19,7 @@ from distfx.passes.nodes import aten
 from distfx.passes.notation import Word, parse
 from distfx.symbolic import Size
 
-__all__ = ["Call", "Row", "Site", "Spec", "Words", "aten", "dims_spec", "pattern_spec", "unchanged"]
+__all__ = ["Call", "Choice", "Row", "Site", "Spec", "Words", "aten", "dims_spec", "pattern_spec", "unchanged"]
 
 Words = tuple[Word, ...]
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -103,6 +103,14 @@ class Row:
     def spec(self, node: Node) -> Spec | None:
         """The iteration space of a call, or ``None`` if the row does not fit it."""
         return self.build(self, node) if self.build else pattern_spec(self, node)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Several rows of one operator, of which ``pick`` finds the one that fits a call."""
+
+    pick: Callable[[Node], Row | None]
+    rows: tuple[Row, ...]
 
 
 def unchanged(site: Site) -> Call:

@@ -189,27 +189,26 @@ class _Extreme(torch.autograd.Function):
 
 
 def _first(x: Tensor, r: Reduction) -> tuple[Tensor, Tensor]:
-    """The greatest or least element, and where it first stands in the whole: along the dim, or among all elements."""
+    """The greatest or least element, and where it first stands in the whole, by its number among ``dims``."""
     value = r.local_extreme(x)
     nowhere = torch.iinfo(torch.int64).max
     index = torch.full_like(value, nowhere, dtype=torch.int64)
     if x.numel():
-        if len(r.dims) == 1:
-            found = x.argmax(r.dims[0], True) if r.greatest else x.argmin(r.dims[0], True)
-            index = found + r.start[0]
-        else:
-            at = (x.argmax() if r.greatest else x.argmin()).reshape(index.shape)
-            places = torch.unravel_index(at, x.shape)
-            index = torch.zeros_like(at)
-            for place, first, extent in zip(places, r.start, r.extent, strict=True):
-                index = index * extent + place + first
+        last = x.movedim(r.dims, list(range(-len(r.dims), 0)))
+        flat = last.flatten(-len(r.dims)) if x.dim() > len(r.dims) else last.reshape(-1)
+        found = flat.argmax(-1) if r.greatest else flat.argmin(-1)
+        index = torch.zeros_like(found)
+        places = torch.unravel_index(found, [x.shape[dim] for dim in r.dims])
+        for place, first, extent in zip(places, r.start, r.extent, strict=True):
+            index = index * extent + place + first
+        index = index.view(value.shape)
     best = r.extreme(value)
     mine = (value == best) | (value.isnan() & best.isnan())
     return best, r.reduce(torch.where(mine, index, nowhere), "forward", "min")
 
 
 class _Pick(torch.autograd.Function):
-    """The greatest or least element along a dim; the first that is equal to it has the gradient."""
+    """The greatest or least element; the first that is equal to it has the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, r: Reduction) -> Tensor:
@@ -223,10 +222,11 @@ class _Pick(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         r: Reduction = ctx.r
-        (dim,) = r.dims
-        here = torch.arange(r.start[0], r.start[0] + ctx.shape[dim], device=grad.device)
-        here = here.view(-1, *(1,) * (len(ctx.shape) - 1 - dim))
-        return torch.where(here == index, r.unsqueeze(grad), 0), None
+        number = torch.zeros((), dtype=torch.int64, device=grad.device)
+        for dim, first, extent in zip(r.dims, r.start, r.extent, strict=True):
+            place = torch.arange(first, first + ctx.shape[dim], device=grad.device)
+            number = number * extent + place.view(-1, *(1,) * (len(ctx.shape) - 1 - dim))
+        return torch.where(number == index, r.unsqueeze(grad), 0), None
 
 
 def _argument(x: Tensor, r: Reduction) -> Tensor:

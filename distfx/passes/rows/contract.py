@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from distfx import ops
 from distfx.layout import Split, Window
 from distfx.ops import LocalSize, LocalStart
 from distfx.passes.notation import Word
-from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, pattern_spec, unchanged
+from distfx.passes.rule import Call, Choice, Row, Site, Spec, aten, dims_spec, pattern_spec, unchanged
 
 __all__ = ["CONVOLUTION", "LINEAR", "MATMUL", "ROWS", "TRANSPOSED", "conv_windows"]
 
@@ -159,8 +158,8 @@ ATTENTION = Row(
     cost="an all-gather of keys and values",
 )
 
-ROWS: dict[Any, Row | Callable[[Node], Row | None]] = {
-    aten.convolution.default: _convolution,
+ROWS: dict[Any, Row | Choice] = {
+    aten.convolution.default: Choice(_convolution, (CONVOLUTION, TRANSPOSED)),
     aten.linear.default: LINEAR,
     aten.matmul.default: MATMUL,
     aten.bmm.default: MATMUL,

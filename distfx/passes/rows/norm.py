@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from distfx import ops
 from distfx.ops import LocalStart
-from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, unchanged
+from distfx.passes.rule import Call, Choice, Row, Site, Spec, aten, dims_spec, unchanged
 from distfx.symbolic import product
 
 __all__ = ["BATCH_NORM", "GROUP_NORM", "INSTANCE_NORM", "LAYER_NORM", "ROWS"]
@@ -136,9 +136,9 @@ LAYER_NORM = Row(
     cost="over split dims three allreduces of a value per position",
 )
 
-ROWS: dict[Any, Row | Callable[[Node], Row | None]] = {
+ROWS: dict[Any, Row | Choice] = {
     aten.batch_norm.default: BATCH_NORM,
     aten.group_norm.default: GROUP_NORM,
-    aten.instance_norm.default: _instance_norm,
+    aten.instance_norm.default: Choice(_instance_norm, (INSTANCE_NORM,)),
     aten.layer_norm.default: LAYER_NORM,
 }

@@ -11,10 +11,10 @@ from torch.fx import Node
 from distfx import ops
 from distfx.ops import LocalPart, LocalStart
 from distfx.passes.nodes import arguments, operator_of
-from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, unchanged
+from distfx.passes.rule import Call, Choice, Row, Site, Spec, aten, dims_spec, unchanged
 from distfx.symbolic import product
 
-__all__ = ["GLOBAL_POOL", "MEAN", "ROWS", "SOFTMAX", "SUM"]
+__all__ = ["MEAN", "ROWS", "SOFTMAX", "SUM", "local_mean", "reduce_inside", "reduction"]
 
 
 def _reduced(node: Node) -> Sequence[int]:
@@ -27,15 +27,18 @@ def _reduced(node: Node) -> Sequence[int]:
     return sorted(d % rank for d in ([dims] if isinstance(dims, int) else dims)) if rank else []
 
 
-def _spatial(node: Node) -> Sequence[int]:
-    return range(2, len(node.meta["shape"]))
-
-
-def _reduction(
-    dims: Callable[[Node], Sequence[int]], split: bool = True, inside: bool = False
-) -> Callable[[Row, Node], Spec | None]:
-    """A reduction over ``dims``, kept as ones or dropped. They may be split, leaving a partial sum, or where the
-    operator reduces ``inside`` a result that is whole."""
+def reduction(
+    name: str,
+    pattern: str,
+    dims: Callable[[Node], Sequence[int]],
+    *,
+    local: Callable[[Site], Call],
+    split: bool = True,
+    inside: bool = False,
+    cost: str,
+) -> Row:
+    """A row for a reduction over ``dims``, kept as ones or dropped. They may be split (``split``), leaving a partial
+    sum, or where the operator reduces ``inside`` a result that is whole."""
 
     def build(row: Row, node: Node) -> Spec | None:
         x: Any = node.args[0]
@@ -46,10 +49,10 @@ def _reduction(
         spec = dims_spec(row, node, [(x, source)], result)
         return replace(spec, inside=frozenset(f"d{i}" for i in over)) if inside else spec
 
-    return build
+    return Row(name, pattern, local, build=build, cost=cost)
 
 
-def _local_mean(dims: Callable[[Node], Sequence[int]]) -> Callable[[Site], Call]:
+def local_mean(dims: Callable[[Node], Sequence[int]]) -> Callable[[Site], Call]:
     def local(site: Site) -> Call:
         if not site.layout.partial:
             return unchanged(site)
@@ -62,28 +65,14 @@ def _local_mean(dims: Callable[[Node], Sequence[int]]) -> Callable[[Site], Call]
     return local
 
 
-MEAN = Row("mean", "... -> ...", _local_mean(_reduced), build=_reduction(_reduced), cost="an allreduce of the result")
-SUM = Row("sum", "... -> ...", unchanged, build=_reduction(_reduced), cost="an allreduce of the result")
-GLOBAL_POOL = Row(
-    "global average pooling",
-    "n c s... -> n c _...",
-    _local_mean(_spatial),
-    build=_reduction(_spatial),
-    cost="an allreduce of a value per sample and channel",
-)
-
-
-def _adaptive(node: Node) -> Row | None:
-    """Adaptive pooling of a batch to a single value is a mean; to others its windows vary."""
-    shape = node.meta["shape"]
-    batched = f"avg_pool{len(shape) - 2}d" in str(node.target)
-    return GLOBAL_POOL if batched and all(size == 1 for size in shape[2:]) else None
+MEAN = reduction("mean", "... -> ...", _reduced, local=local_mean(_reduced), cost="an allreduce of the result")
+SUM = reduction("sum", "... -> ...", _reduced, local=unchanged, cost="an allreduce of the result")
 
 
 # ---------------------------------------------------------------------------------- those that reduce inside
 
 
-def _inside(
+def reduce_inside(
     kind: str | Callable[[Node], str], dims: Callable[[Node], Sequence[int]] = _reduced, **extra: Callable[[Node], Any]
 ) -> Callable[[Site], Call]:
     """Over split dims ``ops.reduce`` of a kind (see :mod:`distfx.runtime.reduce`), else the call itself."""
@@ -121,7 +110,8 @@ _STACKED = ("prod", "cumsum", "cumprod")
 
 def _inner(name: str, kind: str | Callable[[Node], str], cost: str, **extra: Callable[[Node], Any]) -> Row:
     """A row of a reduction that reduces inside."""
-    return Row(name, "... -> ...", _inside(kind, **extra), build=_reduction(_reduced, inside=True), cost=cost)
+    local = reduce_inside(kind, **extra)
+    return reduction(name, "... -> ...", _reduced, local=local, inside=True, cost=cost)
 
 
 def _name(node: Node) -> str:
@@ -165,8 +155,10 @@ def _moments(node: Node) -> Row | None:
     return VARIANCE if node.target.index == 0 else MEAN
 
 
-INDEX = replace(ARGUMENT, local=_inside(lambda node: f"arg{_name(node)}"))
-AMINMAX = replace(EXTREME, local=_inside(_aminmax))
+INDEX = replace(ARGUMENT, local=reduce_inside(lambda node: f"arg{_name(node)}"))
+PICKED = Choice(_picked, (ARGUMENT, INDEX))
+MOMENTS = Choice(_moments, (VARIANCE, MEAN))
+AMINMAX = replace(EXTREME, local=reduce_inside(_aminmax))
 
 
 # ------------------------------------------------------------------------------------- those that keep their dim
@@ -195,14 +187,14 @@ def _softmax_kind(node: Node) -> str:
 SOFTMAX = Row(
     "softmax",
     "... -> ...",
-    _inside(_softmax_kind, _along),
+    reduce_inside(_softmax_kind, _along),
     build=_along_spec(True),
     cost="over a split dim two allreduces of a value a row, and one backward",
 )
 CUMULATIVE = Row(
     "cumulative",
     "... -> ...",
-    _inside(_name, _along),
+    reduce_inside(_name, _along),
     build=_along_spec(True),
     cost="over a split dim an allreduce of every rank's value a row, and one backward",
 )
@@ -213,18 +205,11 @@ RANKED = Row(
     build=_along_spec(False),
     cost="nothing where its dim is whole, else a gather",
 )
-WHOLE = Row(
-    "other reductions",
-    "... -> ...",
-    unchanged,
-    build=_reduction(_reduced, split=False),
-    cost="the reduced dims are gathered",
+WHOLE = reduction(
+    "other reductions", "... -> ...", _reduced, local=unchanged, split=False, cost="the reduced dims are gathered"
 )
 
-ROWS: dict[Any, Row | Callable[[Node], Row | None]] = {
-    aten.adaptive_avg_pool1d.default: _adaptive,
-    aten.adaptive_avg_pool2d.default: _adaptive,
-    aten.adaptive_avg_pool3d.default: _adaptive,
+ROWS: dict[Any, Row | Choice] = {
     aten.mean.dim: MEAN,
     aten.mean.default: MEAN,
     aten.sum.dim_IntList: SUM,
@@ -233,8 +218,8 @@ ROWS: dict[Any, Row | Callable[[Node], Row | None]] = {
     aten.amin.default: EXTREME,
     aten.max.default: EXTREME,
     aten.min.default: EXTREME,
-    aten.max.dim: _picked,
-    aten.min.dim: _picked,
+    aten.max.dim: PICKED,
+    aten.min.dim: PICKED,
     aten.aminmax.default: AMINMAX,
     aten.argmax.default: ARGUMENT,
     aten.argmin.default: ARGUMENT,
@@ -251,12 +236,12 @@ ROWS: dict[Any, Row | Callable[[Node], Row | None]] = {
     aten.std.default: VARIANCE,
     aten.std.correction: VARIANCE,
     aten.std.dim: VARIANCE,
-    aten.var_mean.default: _moments,
-    aten.var_mean.correction: _moments,
-    aten.var_mean.dim: _moments,
-    aten.std_mean.default: _moments,
-    aten.std_mean.correction: _moments,
-    aten.std_mean.dim: _moments,
+    aten.var_mean.default: MOMENTS,
+    aten.var_mean.correction: MOMENTS,
+    aten.var_mean.dim: MOMENTS,
+    aten.std_mean.default: MOMENTS,
+    aten.std_mean.correction: MOMENTS,
+    aten.std_mean.dim: MOMENTS,
     aten.linalg_vector_norm.default: NORM,
     aten.prod.default: PRODUCT,
     aten.prod.dim_int: PRODUCT,
