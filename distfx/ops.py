@@ -106,6 +106,7 @@ adaptive_pool = _symbolic("adaptive_pool", "The block of an adaptive pooling's o
 max_pool_index = _symbolic(
     "max_pool_index", "Where in the whole the windows of this block have their greatest element."
 )
+causal_attention = _symbolic("causal_attention", "Attention of the queries from `start` on to all before them.")
 norm = _symbolic("norm", "Standardise with statistics of the whole tensor, scale and shift.")
 dropout = _symbolic("dropout", "Dropout: equal parts of the mask are drawn alike, others independently.")
 resample = _symbolic("resample", "The block of an interpolation's output that starts at `start`.")

@@ -76,6 +76,9 @@ def _counts(node: Node, has_gradient: Mapping[Node, bool], grid: Grid) -> tuple[
     if ranks == 1:
         return None
     sent, messages = ledger.allreduce_bytes(values, ranks), ledger.allreduce_messages(ranks)
+    if not node.kwargs.get("centre", True):  # of an RMS norm one sum each way
+        back = has_gradient[x] and has_gradient[node]
+        return sent, sent if back else 0, messages, messages if back else 0
     if not (has_gradient[x] and has_gradient[node]):
         return 2 * sent, 0, 2 * messages, 0
     return 2 * sent, ledger.allreduce_bytes(2 * values, ranks), 2 * messages, messages

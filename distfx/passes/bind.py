@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 
 from distfx.errors import DistfxError, SizeError
 from distfx.layout import Layout, Split, Window
-from distfx.moves import Exchange, Move
+from distfx.moves import Exchange, Move, Slice
 from distfx.ops import LocalPart, LocalSize
 from distfx.passes.capture import InputSpec
 from distfx.passes.nodes import describe
@@ -122,6 +122,8 @@ def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str]
                 continue
             if isinstance(move, Exchange):
                 move = replace(move, extent=evaluate(move.extent, values), target=_numbered(move.target, values))
+            elif isinstance(move, Slice):
+                move = replace(move, unit=evaluate(move.unit, values))
             layout = node.meta.get("part", source.meta["layout"])
             part = _local(layout, shape, grid) if "part" in node.meta else source.meta["local"]
             bound = move.bind(_numbered_layout(layout, values), shape, part, grid)

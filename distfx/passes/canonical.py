@@ -38,7 +38,12 @@ _RESHAPES = {
     aten.squeeze.dims,
     aten.unsqueeze.default,
 }
-_DROPOUTS = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
+_DROPOUTS = {
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+}
 
 
 def name_after_module(node: Node, old: Node) -> None:
@@ -163,6 +168,46 @@ _NORMS = {
 }
 
 
+_CONTRACTIONS = {
+    aten.matmul.default,
+    aten.bmm.default,
+    aten.mm.default,
+    aten.einsum.default,
+    aten.scaled_dot_product_attention.default,
+    aten.cat.default,
+}
+
+
+def _apart(graph: Graph, node: Node) -> None:
+    """A tensor that is several operands of a call, which may need it in different layouts, gets a name for each."""
+    seen: set[Node] = set()
+
+    def other(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [other(item) for item in value]
+        if not isinstance(value, Node):
+            return value
+        if value in seen:
+            return _call(graph, node, aten.alias.default, (value,), value.meta["shape"])
+        seen.add(value)
+        return value
+
+    node.args = tuple(other(value) for value in node.args)
+
+
+def _added_product(graph: Graph, node: Node) -> None:
+    """``addmm`` and ``baddbmm`` are a product, factors and a sum."""
+    a = arguments(node)
+    added, first, second = node.args[:3]
+    product = aten.mm.default if node.target is aten.addmm.default else aten.bmm.default
+    made = _call(graph, node, product, (first, second), node.meta["shape"])
+    _apart(graph, made)
+    if a["alpha"] != 1:
+        made = _call(graph, node, aten.mul.Tensor, (made, a["alpha"]), node.meta["shape"])
+    node.target, node.args = aten.add.Tensor, (made, added)
+    node.kwargs = {"alpha": a["beta"]} if a["beta"] != 1 else {}
+
+
 def _is_pure(target: Any) -> bool:
     """Whether calling an operator once more changes nothing."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
@@ -187,6 +232,13 @@ def canonical(graph: Graph, node: Node) -> None:
         _shuffle(graph, node)
     elif target is aten.stack.default:
         _stacked(graph, node)
+    elif target in (aten.addmm.default, aten.baddbmm.default):
+        _added_product(graph, node)
+    elif target in _CONTRACTIONS:
+        _apart(graph, node)
+    elif target is aten.rrelu.default and not arguments(node)["training"]:
+        a = arguments(node)
+        node.target, node.args, node.kwargs = aten.leaky_relu.default, (source, (a["lower"] + a["upper"]) / 2), {}
     elif target in _NORMS:
         _norm(graph, node)
     elif target is aten.count_nonzero.default or target is aten.count_nonzero.dim_IntList:

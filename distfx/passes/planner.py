@@ -28,10 +28,10 @@ from distfx.passes.nodes import describe
 from distfx.passes.notation import Word
 from distfx.passes.route import Border, estimate, route
 from distfx.passes.rule import Spec
-from distfx.passes.rules import is_random, spec_of
+from distfx.passes.rules import draws, spec_of
 from distfx.symbolic import Size, evaluate, evaluate_shape, product
 
-__all__ = ["ALGORITHMS", "Decision", "Decisions", "Pins", "decide", "follow_layout", "project"]
+__all__ = ["ALGORITHMS", "Decision", "Decisions", "Pins", "decide", "follow_layout", "project", "with_units"]
 
 Assignment = dict[str, tuple[str, ...]]
 """The axes of each factor, major first."""
@@ -129,9 +129,25 @@ def _splits(
         window = spec.windows.get((operand, major)) if word.window and operand is not None else None
         if window and window.trivial and extent == spec.extents[major]:
             window = None
-        unit = _granule(product(spec.extents[f] for f in minor), spec.extents[major], axes[major], sizes)
+        unit = _granule(_unit(spec, factors), spec.extents[major], axes[major], sizes)
         dims.append(Split(axes[major], unit, window))
     return tuple(dims)
+
+
+def _unit(spec: Spec, factors: Sequence[str]) -> Size:
+    """What stays whole of a dim that is split by the first of its factors."""
+    return spec.units.get(factors[0], 1) * product(spec.extents[f] for f in factors[1:])
+
+
+def with_units(spec: Spec, operand: int, layout: Layout) -> Spec:
+    """The spec whose factors come in the granules that ``layout`` has for an operand."""
+    kept = {factor for _, factor in spec.windows} | ({"c", "k", "g"} if spec.row.anchor else set())
+    units = {
+        word.factors[0]: split.unit
+        for word, split in zip(spec.operands[operand][1], layout.dims, strict=True)
+        if len(word.factors) == 1 and word.factors[0] not in kept and split.unit != 1
+    }
+    return replace(spec, units=units) if units else spec
 
 
 def _granule(unit: Size, count: Size, axes: Sequence[str], sizes: Mapping[str, int]) -> Size:
@@ -148,8 +164,7 @@ def follow_layout(spec: Spec, operand: int, layout: Layout, sizes: Mapping[str, 
         factors = [f for f in word.factors if spec.extents.get(f) != 1] or list(word.factors[-1:])
         if not split.axes or not factors or factors[0] in axes:
             continue
-        unit = product(spec.extents[f] for f in factors[1:])
-        if split.unit == _granule(unit, spec.extents[factors[0]], split.axes, sizes):
+        if split.unit == _granule(_unit(spec, factors), spec.extents[factors[0]], split.axes, sizes):
             axes[factors[0]] = split.axes
     while axes and project(spec, axes, sizes) is None:
         axes.popitem()
@@ -311,17 +326,19 @@ def _decide_node(
     if spec is None:
         return _whole(node, layouts)
     if spec.row.anchor:
-        candidates = list(_anchored(spec, layouts, sizes, pin))
+        spec = with_units(spec, 0, layouts[spec.operands[0][0]])
+        candidates = [(spec, name, axes) for name, axes in _anchored(spec, layouts, sizes, pin)]
     else:
-        candidates = [
-            ("", follow_layout(spec, i, layouts[operand], sizes))
+        specs = [
+            (i, with_units(spec, i, layouts[operand]))
             for i, (operand, _) in enumerate(spec.operands)
             if operand.op != "get_attr"
         ]
-        candidates = candidates or [("", {})]
-        candidates += [("", lean) for _, axes in candidates if (lean := _without_windows(spec, axes)) != axes]
+        candidates = [(s, "", follow_layout(s, i, layouts[s.operands[i][0]], sizes)) for i, s in specs]
+        candidates = candidates or [(spec, "", {})]
+        candidates += [(s, "", lean) for s, _, axes in candidates if (lean := _without_windows(s, axes)) != axes]
     best: tuple[float, Decision] | None = None
-    for name, axes in candidates:
+    for spec, name, axes in candidates:
         projected = project(spec, axes, sizes)
         if projected is None:
             continue
@@ -360,7 +377,7 @@ def _settle(spec: Spec, raw: Layout) -> Layout:
 
 def _whole(node: Node, layouts: Mapping[Node, Layout]) -> Decision:
     """Gather the operands and run the operator on every rank."""
-    if is_random(node.target):
+    if draws(node):
         raise DistfxError(
             f"{describe(node)}: {node.target} draws random numbers, and has no rule yet by which ranks would draw the "
             "same ones where they must. Draw outside of the model and give the numbers as an input."

@@ -13,7 +13,7 @@ from torch.fx import Node
 from distfx.passes.nodes import operator_of
 from distfx.passes.rows import contract, norm, pointwise, pool, reduce, resample, shape
 from distfx.passes.rows.contract import CONVOLUTION, TRANSPOSED
-from distfx.passes.rows.pointwise import POINTWISE, is_pointwise, is_random
+from distfx.passes.rows.pointwise import POINTWISE, draws, is_pointwise
 from distfx.passes.rule import Call, Choice, Row, Site, Spec, aten
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "Site",
     "Spec",
     "aten",
-    "is_random",
+    "draws",
     "spec_of",
 ]
 

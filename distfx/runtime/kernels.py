@@ -145,6 +145,16 @@ def avg_pool(
     return pool(F.pad(x, widths), tuple(kernel), tuple(stride)) * scale
 
 
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float | None = None, gqa: bool = False
+) -> Tensor:
+    """Attention of the queries from number ``start`` on, each to the keys up to its own number."""
+    if q.numel() == 0:
+        return Zero((*q.shape[:-1], v.shape[-1]))(q, k, v)
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril_(start)
+    return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=gqa)
+
+
 class Collective:
     """What every kernel has that reduces over a segment: sums and extremes over it, entered into the ledger."""
 
@@ -264,5 +274,6 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "conv_transpose": conv_transpose,
     "avg_pool": avg_pool,
     "add_blocks": add_blocks,
+    "causal_attention": causal_attention,
 }
 """The inserted operators that are local, by name."""
