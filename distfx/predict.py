@@ -51,6 +51,10 @@ _CONSTANT = (
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
 )
 """Operators whose result has no gradient whatever its operands have."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import Node
 
 from distfx.passes.nodes import operator_of
-from distfx.passes.rows import contract, norm, pointwise, pool, reduce, resample, shape
+from distfx.passes.rows import contract, index, norm, pointwise, pool, reduce, resample, shape
 from distfx.passes.rows.contract import CONVOLUTION, TRANSPOSED
 from distfx.passes.rows.pointwise import POINTWISE, draws, is_pointwise
 from distfx.passes.rule import Call, Choice, Row, Site, Spec, aten
@@ -32,6 +32,7 @@ __all__ = [
 
 TABLE: dict[Any, Row | Choice] = {
     **contract.ROWS,
+    **index.ROWS,
     **norm.ROWS,
     **pointwise.ROWS,
     **pool.ROWS,
