@@ -62,10 +62,13 @@ class Window:
 
     ``[floor((mul*a - lo) / div), floor((mul*b + hi) / div))``. A convolution of kernel k, stride s, padding p and
     dilation d has ``mul=s, lo=p, hi=d*(k-1)+1-s-p``; a transposed one has ``div=s``; a crop, a pad and pooling are
-    others. ``lo`` and ``hi`` are the halo's widths when the extents divide evenly.
+    others. ``lo`` and ``hi`` are the halo's widths when the extents divide evenly. A negative ``mul`` reads backwards,
+    and the ends change places: a flip of extent e has ``mul=-1, lo=-e, hi=e``.
 
     >>> Window(lo=3, hi=2, mul=2).need(0, 4)      # 7 taps, stride 2, padding 3
     (-3, 10)
+    >>> Window(lo=-9, hi=9, mul=-1).need(0, 4)    # a flip
+    (5, 9)
     """
 
     lo: Size = 0
@@ -78,7 +81,8 @@ class Window:
         first = floordiv(self.mul * a - self.lo, self.div)
         if isinstance(a, int) and a == b:
             return first, first
-        return first, floordiv(self.mul * b + self.hi, self.div)
+        last = floordiv(self.mul * b + self.hi, self.div)
+        return (last, first) if isinstance(self.mul, int) and self.mul < 0 else (first, last)
 
     @property
     def trivial(self) -> bool:
@@ -103,7 +107,7 @@ class Window:
         """The inverse of ``str``."""
         if ";" in text:
             return cls(*(parse_size(size) for size in text.split(";")))
-        match = re.fullmatch(r"\(?(\d*)a([+-]\d+)?:(\d*)b([+-]\d+)?\)?(?:/(\d+))?", text)
+        match = re.fullmatch(r"\(?(-?\d*)a([+-]\d+)?:(-?\d*)b([+-]\d+)?\)?(?:/(\d+))?", text)
         if match is None or match[1] != match[3]:
             raise ValueError(f"not a window: {text!r}; write it like '2a-3:2b+2'")
         return cls(-int(match[2] or 0), int(match[4] or 0), int(match[1] or 1), int(match[5] or 1))

@@ -13,7 +13,7 @@ from typing import Any
 from distfx.layout import Coords, Split
 from distfx.symbolic import Size, show
 
-__all__ = ["LocalPart", "LocalSize", "LocalStart", "inserted"]
+__all__ = ["LocalPart", "LocalSize", "LocalStart", "Nth", "inserted"]
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,17 @@ class LocalSize:
 
 @dataclass(frozen=True)
 class LocalStart(LocalSize):
-    """Where this rank's part of a dim starts in the whole: ``start(H/h)``."""
+    """Where this rank's part of a dim starts in the whole: ``start(H/h)``; or a multiple of that, shifted."""
+
+    stride: int = 1
+    shift: int = 0
 
     def at(self, coords: Coords) -> Size:
-        return self.split.bounds(self.extent, coords)[0]
+        return self.stride * self.split.bounds(self.extent, coords)[0] + self.shift
 
     def __repr__(self) -> str:
-        return f"start({super().__repr__()})"
+        text = f"start({super().__repr__()})"
+        return (f"{self.stride}*" if self.stride != 1 else "") + text + (f"{self.shift:+d}" if self.shift else "")
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,21 @@ class LocalPart:
 
     def __repr__(self) -> str:
         return f"part({','.join(self.axes)})"
+
+
+@dataclass(frozen=True)
+class Nth:
+    """One result of an operator that has several, as a call of its own: ``topk.0``. Linking shares the work."""
+
+    op: Callable[..., Any]
+    index: int
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.op.__name__.removesuffix('.default')}.{self.index}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)[self.index]
 
 
 def _symbolic(name: str, doc: str) -> Callable[..., Any]:
@@ -83,10 +102,16 @@ add_bias = _symbolic("add_bias", "Add a bias along dim 1, once, after the sum ov
 batch_norm = _symbolic("batch_norm", "Batch norm in training, with the statistics of the whole batch.")
 conv_transpose = _symbolic("conv_transpose", "The block of a transposed convolution's output that starts at `start`.")
 avg_pool = _symbolic("avg_pool", "The block of an average pooling's output, dividing by global window counts.")
+adaptive_pool = _symbolic("adaptive_pool", "The block of an adaptive pooling's output that starts at `start`.")
+max_pool_index = _symbolic(
+    "max_pool_index", "Where in the whole the windows of this block have their greatest element."
+)
+causal_attention = _symbolic("causal_attention", "Attention of the queries from `start` on to all before them.")
 norm = _symbolic("norm", "Standardise with statistics of the whole tensor, scale and shift.")
 dropout = _symbolic("dropout", "Dropout: equal parts of the mask are drawn alike, others independently.")
 resample = _symbolic("resample", "The block of an interpolation's output that starts at `start`.")
 add_blocks = _symbolic("add_blocks", "A concatenation along a split dim: parts that are zero elsewhere, added.")
+reduce = _symbolic("reduce", "A reduction of a split dim that only small values are sent for.")
 mean = _symbolic("mean", "A sum divided by the global count: over a split dim a partial sum of the mean.")
 
 

@@ -16,26 +16,33 @@ from distfx.passes.compile import Compiled
 from distfx.passes.rules import aten
 from distfx.plan import Plan, PlanRow
 from distfx.runtime.parameters import Bucket, make_buckets
+from distfx.runtime.reduce import KINDS
 from distfx.symbolic import show
 
 __all__ = ["gradient_buckets", "plan_of"]
 
 
 def _has_gradient(bound: Bound, inputs: Mapping[str, bool], trained: Mapping[str, bool]) -> dict[Node, bool]:
-    """Which nodes of a bound graph have a gradient."""
-    result: dict[Node, bool] = {}
+    """Which nodes of a bound graph have a gradient: they depend on what is trained, and a loss can depend on them."""
+    depends: dict[Node, bool] = {}
     for node in bound.module.graph.nodes:
         if node.op == "placeholder":
-            result[node] = inputs.get(node.name, False)
+            depends[node] = inputs.get(node.name, False)
         elif node.op == "get_attr":
-            result[node] = trained.get(str(node.target), False)
-        elif node.target in _CONSTANT:
-            result[node] = False
+            depends[node] = trained.get(str(node.target), False)
         else:
-            dtype = node.meta.get("dtype")
-            differentiable = dtype is None or dtype.is_floating_point or dtype.is_complex
-            result[node] = differentiable and any(result[operand] for operand in node.all_input_nodes)
-    return result
+            depends[node] = _passes_gradients(node) and any(depends[operand] for operand in node.all_input_nodes)
+    used: dict[Node, bool] = {}
+    for node in reversed(bound.module.graph.nodes):
+        used[node] = node.op == "output" or any(used[user] for user in node.users if _passes_gradients(user))
+    return {node: depends[node] and used[node] for node in depends}
+
+
+def _passes_gradients(node: Node) -> bool:
+    if node.target in _CONSTANT:
+        return False
+    dtype = node.meta.get("dtype")
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 
 _CONSTANT = (
@@ -44,6 +51,10 @@ _CONSTANT = (
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
 )
 """Operators whose result has no gradient whatever its operands have."""
 
@@ -53,23 +64,41 @@ def _counts(node: Node, has_gradient: Mapping[Node, bool], grid: Grid) -> tuple[
     move = node.meta.get("bound")
     if move is not None:
         size = node.meta["dtype"].itemsize
-        back = node.target is not ops.refresh and has_gradient[node.all_input_nodes[0]]
+        back = node.target is not ops.refresh and has_gradient[node.all_input_nodes[0]] and has_gradient[node]
         forward, backward = move.forward, move.backward
         if not back:
             return forward.sent_bytes(size), 0, forward.messages, 0
         return forward.sent_bytes(size), backward.sent_bytes(size), forward.messages, backward.messages
-    if node.target not in (ops.batch_norm, ops.norm):
+    if node.target not in (ops.batch_norm, ops.norm, ops.reduce):
         return None
     x = node.all_input_nodes[0]
     axes: Any = node.kwargs["axis"]
     ranks = len(grid.members(tuple(axes)))
+    if node.target is ops.reduce:
+        return _reduction(node, x, ranks, has_gradient[x] and has_gradient[node])
     values = _statistics(node, x.meta["local"]) * max(4, node.meta["dtype"].itemsize)
     if ranks == 1:
         return None
     sent, messages = ledger.allreduce_bytes(values, ranks), ledger.allreduce_messages(ranks)
-    if not has_gradient[x]:
+    if not node.kwargs.get("centre", True):  # of an RMS norm one sum each way
+        back = has_gradient[x] and has_gradient[node]
+        return sent, sent if back else 0, messages, messages if back else 0
+    if not (has_gradient[x] and has_gradient[node]):
         return 2 * sent, 0, 2 * messages, 0
     return 2 * sent, ledger.allreduce_bytes(2 * values, ranks), 2 * messages, messages
+
+
+def _reduction(node: Node, x: Node, ranks: int, gradient: bool) -> tuple[int, int, int, int]:
+    """What :class:`distfx.runtime.reduce.Reduction` sends: its kind says how often, and what for each result."""
+    words: dict[str, Any] = dict(node.kwargs)
+    kind, dtype = KINDS[words["kind"]], words.get("dtype") or x.meta["dtype"]
+    results = int(math.prod(size for dim, size in enumerate(x.meta["local"]) if dim not in words["dims"]))
+    value = max(4, dtype.itemsize) if dtype.is_floating_point else dtype.itemsize
+    sizes = {"value": value, "index": 8, "flag": 1, "stack": ranks * value}
+    phases = (kind.forward, kind.backward if gradient else ())
+    sent = [sum(ledger.allreduce_bytes(results * sizes[word], ranks) for word in phase) for phase in phases]
+    messages = [len(phase) * ledger.allreduce_messages(ranks) for phase in phases]
+    return sent[0], sent[1], messages[0], messages[1]
 
 
 def _statistics(node: Node, local: tuple[int, ...]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distfx.passes import rules
-from distfx.passes.rows import norm, pointwise, reduce
+from distfx.passes.rows import pointwise
 
 HEADER = """# Operators
 
@@ -22,17 +22,13 @@ def table() -> str:
     """The page."""
     targets: dict[str, list[str]] = {}
     found: dict[str, rules.Row] = {}
-    rows = [pointwise.POINTWISE, rules.CONVOLUTION, rules.TRANSPOSED, reduce.GLOBAL_POOL, norm.INSTANCE_NORM]
-    rows += [row for row in rules.TABLE.values() if isinstance(row, rules.Row)]
-    for row in rows:
-        found.setdefault(row.name, row)
-    for target, row in rules.TABLE.items():
+    found[pointwise.POINTWISE.name] = pointwise.POINTWISE
+    for target, entry in rules.TABLE.items():
         name = getattr(target, "__name__", str(target)).removesuffix(".default")
-        names = [row.name] if isinstance(row, rules.Row) else ["convolution", "transposed convolution"]
-        if not isinstance(row, rules.Row) and "convolution" not in name:
-            names = ["global average pooling" if "adaptive" in name else "instance norm"]
-        for each in names:
-            targets.setdefault(each, []).append(name)
+        for row in entry.rows if isinstance(entry, rules.Choice) else (entry,):
+            found.setdefault(row.name, row)
+            names = targets.setdefault(row.name, [])
+            names += [name] if name not in names else []
     lines = [
         f"| {row.name} | {', '.join(f'`{t}`' for t in targets.get(row.name, []))} | `{row.pattern}` | {row.cost} |"
         for row in found.values()

@@ -106,6 +106,216 @@ def test_operator(name: str, grid: str) -> None:
     assert not any(row.whole for row in results[0]["rows"]), [row.node for row in results[0]["rows"] if row.whole]
 
 
+class Expressions(nn.Module):
+    """A convolution and expressions of its result ``x``, all of which are returned: one capture for many operators."""
+
+    def __init__(self, texts: tuple[str, ...], channels: int = 5) -> None:
+        super().__init__()
+        self.texts = texts
+        self.conv = nn.Conv2d(3, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.conv(x)
+        results = (eval(text, {"torch": torch, "F": F, "x": x}) for text in self.texts)
+        return tuple(t for y in results for t in (y if isinstance(y, tuple) else (y,)))
+
+
+def expressions(
+    grid: str, texts: tuple[str, ...], channels: int = 5, shapes: tuple[tuple[int, ...], ...] = ((2, 3, 7, 6),)
+) -> list[str]:
+    """All of ``texts`` are exact on ``grid``, by rule. Gives the moves but for those of the outputs."""
+    results = check(Expressions, grid, list(shapes), kwargs={"texts": texts, "channels": channels})
+    rows = results[0]["rows"]
+    assert not any(row.whole for row in rows), [row.node for row in rows if row.whole]
+    return [move for row in rows for move in row.moves]
+
+
+REDUCTIONS = (
+    "x.softmax(1)",
+    "x.log_softmax(2)",
+    "x.float().softmax(-1, dtype=torch.float64)",
+    "x.logsumexp((1, 2))",
+    "x.logsumexp(3, keepdim=True)",
+    "x.amax((2, 3))",
+    "x.amin(1) * 1.5",
+    "x.relu().amax((1, 2), keepdim=True)",  # ties across ranks
+    "x.max(1)[0]",
+    "x.relu().min(2).values",
+    "x.max(2, keepdim=True)",
+    "x.max() + x.min()",
+    "torch.aminmax(x)",
+    "torch.aminmax(x, dim=2)",
+    "x.argmax(2).double() * x.mean(2)",
+    "x.relu().argmin(1, keepdim=True) * x",
+    "x * x.argmax()",
+)
+MOMENTS = (
+    "x.var((2, 3))",
+    "x.var(1, unbiased=False, keepdim=True)",
+    "x.std()",
+    "x.std(2, correction=0)",
+    "torch.var_mean(x, (1, 2))",
+    "torch.std_mean(x, 2, unbiased=False)",
+    "x.norm()",
+    "x.norm(dim=1)",
+    "x.norm(p=3, dim=(1, 2))",
+    "x.norm(p=1, dim=2, keepdim=True)",
+    "x.norm(p=1.5, dim=2)",
+    "x.norm(p=float('inf'), dim=(1, 2))",
+    "(0 * x).norm(dim=2)",
+    "F.normalize(x, dim=1)",
+    "x.prod(2)",
+    "x.prod()",
+    "x.relu().prod(1)",  # zeros
+    "x.cumsum(2)",
+    "x.relu().cumprod(1)",
+    "(x > 0).cumsum(2) * x",
+    "x * (x > 0.5).any(2, keepdim=True)",
+    "x * (x > 0).all(1, keepdim=True)",
+    "x * (x > 0.5).any()",
+    "x * torch.count_nonzero(x.relu())",
+    "x - x.amax(1, keepdim=True).detach()",
+    "x.flip(2)",
+    "x.flip((1, 2, 3)) * x",
+)
+
+
+@pytest.mark.parametrize("grid", ["n2", "c2", "h2", "w2", "c3", "h3", "n2h2", "c2h2"])
+@pytest.mark.parametrize("texts", [REDUCTIONS, MOMENTS], ids=["reductions", "moments"])
+def test_reductions_send_small_values(texts: tuple[str, ...], grid: str) -> None:
+    """Over split dims nothing is gathered but the outputs."""
+    shapes = ((3, 3, 7, 6), (2, 3, 2, 2)) if "3" in grid else ((3, 3, 7, 6),)  # also smaller than the axis
+    moves = expressions(grid, texts, shapes=shapes)
+    assert not any("all_to_all" in move for move in moves)
+
+
+POOLING = (
+    "F.adaptive_avg_pool2d(x, (3, 2))",
+    "F.adaptive_avg_pool2d(x, (4, 1))",
+    "F.adaptive_avg_pool2d(x, (9, 8))",
+    "F.adaptive_avg_pool2d(x[0], (3, 2))",
+    "F.adaptive_avg_pool2d(x, 1)",
+    "F.adaptive_max_pool2d(x, (3, 4))",
+    "F.adaptive_max_pool2d(x.relu(), (2, 5), return_indices=True)",  # ties
+    "F.adaptive_max_pool2d(x.relu(), 1, return_indices=True)",
+    "F.adaptive_max_pool2d(x, 1)",
+    "F.max_pool2d(x, 3, 2, 1, return_indices=True)",
+    "F.max_pool2d(x.relu(), 2, return_indices=True, ceil_mode=True)",
+    "F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)",
+    "F.lp_pool2d(x, 2, 2)",
+    "F.max_pool2d((x * 10).long(), 3, 1, 1) * x",  # integers beyond the border
+    "F.local_response_norm(x, 3)",
+)
+
+
+@pytest.mark.parametrize("grid", ["n2", "c2", "h2", "w2", "h3", "n2h2", "c2h2"])
+def test_pooling_by_position(grid: str) -> None:
+    expressions(grid, POOLING, shapes=((2, 3, 7, 6), (3, 3, 6, 8)))
+
+
+PRODUCTS = (
+    "torch.einsum('nchw,nkhw->nck', x, x)",
+    "torch.einsum('nchw,nkhw->nhwck', x, 2 * x)",
+    "torch.einsum('n...w,nchw->n...c', x, x)",
+    "torch.einsum('bchw->b', x)",
+    "torch.baddbmm(x.flatten(2), x.flatten(2) @ x.flatten(2).mT, x.flatten(2), alpha=0.5, beta=2)",
+    "torch.addmm(x[0, 0], x[0, 1], x[1, 1].t() @ x[1, 0])",
+    "x[0, 0] @ x[0, 0, 0]",
+    "torch.outer(x[0, 0, 0], x[1, 1, :, 2])",
+    "F.rms_norm(x.flatten(2).mT, (5,))",
+    "F.rms_norm(x, (6,))",
+    "F.rms_norm(x, x.shape[2:])",
+    "x.flatten(2).softmax(-1)",
+    "x.flatten(0, 1).softmax(0)",
+    "x.view(x.shape[0] * 5, -1).relu()",
+    "torch.cat([x, x], 2)",
+)
+ATTENTION = (
+    "F.scaled_dot_product_attention(x, x, x, is_causal=True)",
+    "F.scaled_dot_product_attention(x.flatten(2).mT, x.flatten(2).mT, x.flatten(2).mT, is_causal=True)",
+    "F.scaled_dot_product_attention(x.flatten(2).mT, x.flatten(2).mT * 2, x.flatten(2).mT, "
+    "torch.ones(x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], dtype=torch.bool).tril())",
+    "F.scaled_dot_product_attention(x, x * 2, x, x @ x.mT)",
+)
+
+
+@pytest.mark.parametrize("grid", ["n2", "c2", "h2", "w2", "h3", "n2h2", "c2h2"])
+@pytest.mark.parametrize("texts", [PRODUCTS, ATTENTION], ids=["products", "attention"])
+def test_products(texts: tuple[str, ...], grid: str) -> None:
+    expressions(grid, texts)
+
+
+class Tokens(nn.Module):
+    """Multi-head attention over the positions of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        tokens = x.flatten(2).transpose(1, 2)
+        made, _ = self.attention(tokens, tokens, tokens, need_weights=False)
+        return x + made.transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("grid", ["n2", "c2", "h2", "n2h2"])
+def test_multihead_attention(grid: str, train: bool) -> None:
+    results = check(Tokens, grid, [(2, 3, 6, 4)], train=train)
+    assert not any(row.whole for row in results[0]["rows"])
+
+
+PICKS = (
+    "F.grid_sample(x, F.affine_grid(x[:, :1, :2, :3].squeeze(1), x.shape, align_corners=False), align_corners=False)",
+    "F.grid_sample(x, x.permute(0, 2, 3, 1)[..., :2].tanh(), align_corners=True)",
+    "x.index_select(1, torch.tensor([0, 2]))",
+    "x.gather(1, x.argmax(1, keepdim=True))",
+    "x.gather(2, x.argmax(2, keepdim=True))",
+    "x[:, [0, 2]]",
+    "x[:, :, torch.tensor([0, 2])]",
+    "x.sort(1)[0]",
+    "x.topk(2, 1)",
+    "x.topk(2, 2)[0]",
+    "x.masked_fill(x > 0, 0.5)",
+    "x.masked_fill(torch.ones(x.shape[2], x.shape[3], dtype=torch.bool).triu(1), -1.0)",
+    "x.tril()",
+    "torch.diagonal(x, 0, 2, 3)",
+    "F.one_hot(x.argmax(1), 5).permute(0, 3, 1, 2) * x",
+    "F.cosine_similarity(x, x * x)",
+    "F.embedding(x.argmax(1), x[0, :, 0])",
+)
+SHAPES = (
+    "F.channel_shuffle(x[:, :4], 2)",
+    "x.repeat(1, 2, 1, 1)",
+    "x.repeat(2, 1, 1, 2, 1)",
+    "x.repeat_interleave(2, dim=2)",
+    "x.tile(2, 1)",
+    "F.unfold(x, 3, padding=1)",
+    "F.fold(F.unfold(x, 3, padding=1), x.shape[2:], 3, padding=1)",
+    "x.unfold(2, 3, 2)",
+    "torch.rot90(x, 1, (2, 3))",
+    "torch.rot90(x, 3, (1, 2))",
+    "F.glu(x[:, :4], 1)",
+    "x.narrow(2, 1, 3)",
+    "x.movedim((1, 2), (3, 1))",
+    "torch.hstack([x, 2 * x])",
+    "F.pad(x, (1, 1, 1, 1), 'reflect')",
+    "x.new_ones(x.shape[2], 1) * x",
+    "x.new_full((1,), 2.0) * x",
+    "x * torch.eye(x.shape[2], x.shape[3])",
+    "x * torch.arange(x.shape[3]) + torch.zeros(x.shape[2], 1)",
+    "x + torch.meshgrid(torch.arange(x.shape[2]), torch.arange(x.shape[3]), indexing='ij')[0]",
+)
+
+
+@pytest.mark.parametrize("grid", ["n2", "c2", "h2", "w2", "h3", "n2h2", "c2h2"])
+@pytest.mark.parametrize("texts", [PICKS, SHAPES], ids=["picks", "shapes"])
+def test_picks(texts: tuple[str, ...], grid: str) -> None:
+    expressions(grid, texts)
+
+
 def dropped(grid: str, features: bool) -> list[Tensor]:
     torch.manual_seed(11 + 1000 * torch.distributed.get_rank())  # only rank 0's seed matters
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout2d(0.4) if features else nn.Dropout(0.4))

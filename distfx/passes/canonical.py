@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
+from distfx.ops import Nth
 from distfx.passes.nodes import arguments, aten
 
 __all__ = ["canonical", "name_after_module"]
@@ -34,8 +37,14 @@ _RESHAPES = {
     aten.squeeze.dim,
     aten.squeeze.dims,
     aten.unsqueeze.default,
+    aten.ravel.default,
 }
-_DROPOUTS = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
+_DROPOUTS = {
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+}
 
 
 def name_after_module(node: Node, old: Node) -> None:
@@ -82,16 +91,36 @@ def _permutation(node: Node) -> list[int]:
     order = list(range(rank))
     if node.target is aten.t.default:
         return order[::-1]
-    if node.target is aten.movedim.int:
-        source, target = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
-        order.insert(target, order.pop(source))
-        return order
+    if node.target in (aten.movedim.int, aten.movedim.intlist):
+        pairs = [([d] if isinstance(d, int) else d) for d in node.args[1:3]]
+        moved = {to % rank: at % rank for at, to in zip(*pairs, strict=True)}
+        rest = iter(dim for dim in order if dim not in moved.values())
+        return [moved[i] if i in moved else next(rest) for i in order]
+    if node.target is aten.mT.default:
+        return [*order[:-2], rank - 1, rank - 2]
     a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
     order[a], order[b] = order[b], order[a]
     return order
 
 
-_TRANSPOSITIONS = {aten.transpose.int, aten.swapaxes.default, aten.swapdims.default, aten.t.default, aten.movedim.int}
+_TRANSPOSITIONS = {
+    aten.transpose.int,
+    aten.swapaxes.default,
+    aten.swapdims.default,
+    aten.t.default,
+    aten.mT.default,
+    aten.movedim.int,
+    aten.movedim.intlist,
+}
+_PADS = {
+    aten.constant_pad_nd.default: "constant",
+    aten.reflection_pad1d.default: "reflect",
+    aten.reflection_pad2d.default: "reflect",
+    aten.reflection_pad3d.default: "reflect",
+    aten.replication_pad1d.default: "replicate",
+    aten.replication_pad2d.default: "replicate",
+    aten.replication_pad3d.default: "replicate",
+}
 
 
 def _call(graph: Graph, like: Node, target: Any, args: tuple[Any, ...], shape: Sequence[Any]) -> Node:
@@ -134,12 +163,151 @@ def _stacked(graph: Graph, node: Node) -> None:
     node.target, node.kwargs = aten.cat.default, {}
 
 
+def _norm(graph: Graph, node: Node) -> None:
+    """Every spelling of a vector norm; those of infinite order are extremes of absolute values."""
+    a = arguments(node)
+    x, order, dims = node.args[0], a["ord"] if "ord" in a else a["p"], a.get("dim")
+    keepdim, dtype = bool(a.get("keepdim")), a.get("dtype")
+    order = 2.0 if order is None else float(order)
+    assert isinstance(x, Node)
+    node.kwargs = {} if dtype is None else {"dtype": dtype}
+    if math.isinf(order) and dtype is None:
+        node.target = aten.amax.default if order > 0 else aten.amin.default
+        size = _call(graph, node, aten.abs.default, (x,), x.meta["shape"])
+        node.args = (size, [] if dims is None else [dims] if isinstance(dims, int) else list(dims), keepdim)
+    else:
+        node.target = aten.linalg_vector_norm.default
+        node.args = (x, order, None if dims is None else dims if isinstance(dims, list | tuple) else [dims], keepdim)
+
+
+_NORMS = {
+    aten.linalg_vector_norm.default,
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim,
+    aten.norm.ScalarOpt_dtype,
+    aten.norm.ScalarOpt_dim_dtype,
+}
+
+
+_CONTRACTIONS = {
+    aten.matmul.default,
+    aten.bmm.default,
+    aten.mm.default,
+    aten.einsum.default,
+    aten.scaled_dot_product_attention.default,
+    aten.cat.default,
+}
+
+
+def _apart(graph: Graph, node: Node) -> None:
+    """A tensor that is several operands of a call, which may need it in different layouts, gets a name for each."""
+    seen: set[Node] = set()
+
+    def other(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [other(item) for item in value]
+        if not isinstance(value, Node):
+            return value
+        if value in seen:
+            return _call(graph, node, aten.alias.default, (value,), value.meta["shape"])
+        seen.add(value)
+        return value
+
+    node.args = tuple(other(value) for value in node.args)
+
+
+def _added_product(graph: Graph, node: Node) -> None:
+    """``addmm`` and ``baddbmm`` are a product, factors and a sum."""
+    a = arguments(node)
+    added, first, second = node.args[:3]
+    product = aten.mm.default if node.target is aten.addmm.default else aten.bmm.default
+    made = _call(graph, node, product, (first, second), node.meta["shape"])
+    _apart(graph, made)
+    if a["alpha"] != 1:
+        made = _call(graph, node, aten.mul.Tensor, (made, a["alpha"]), node.meta["shape"])
+    node.target, node.args = aten.add.Tensor, (made, added)
+    node.kwargs = {"alpha": a["beta"]} if a["beta"] != 1 else {}
+
+
+def _rotated(graph: Graph, node: Node) -> None:
+    """A quarter turn is a flip and a transposition, a half turn two flips."""
+    given: Any = arguments(node)
+    x, turns, rank = given["self"], given["k"], len(node.meta["shape"])
+    a, b = (dim % rank for dim in given["dims"])
+    if turns % 2 == 0:
+        node.target = aten.flip.default if turns % 4 else aten.alias.default
+        node.args = (x, [a, b]) if turns % 4 else (x,)
+        return
+    flipped = _call(graph, node, aten.flip.default, (x, [b if turns % 4 == 1 else a]), x.meta["shape"])
+    order = list(range(rank))
+    order[a], order[b] = b, a
+    node.target, node.args = aten.permute.default, (flipped, order)
+
+
+def _channel_shuffle(graph: Graph, node: Node) -> None:
+    n, c, *space = node.meta["shape"]
+    groups: Any = node.args[1]
+    split = [n, groups, c // groups, *space]
+    order = [0, 2, 1, *range(3, len(split))]
+    first = _call(graph, node, aten.reshape.default, (node.args[0], split), split)
+    second = _call(graph, node, aten.permute.default, (first, order), [split[i] for i in order])
+    node.target, node.args = aten.reshape.default, (second, list(node.meta["shape"]))
+
+
+def _glu(graph: Graph, node: Node) -> None:
+    dim: Any = arguments(node)["dim"]
+    shape = node.meta["shape"]
+    size = shape[dim]
+    parts = [(node.args[0], dim % len(shape), at, at + size) for at in (0, size)]
+    value, gate = (_call(graph, node, aten.slice.Tensor, part, shape) for part in parts)
+    node.args = (value, _call(graph, node, aten.sigmoid.default, (gate,), shape))
+    node.target, node.kwargs = aten.mul.Tensor, {}
+
+
+def _narrow(graph: Graph, node: Node) -> None:
+    a: Any = node.args
+    node.target, node.args = aten.slice.Tensor, (a[0], a[1], a[2], a[2] + a[3])
+
+
+def _pad(graph: Graph, node: Node) -> None:
+    value = node.args[2] if len(node.args) > 2 else None
+    mode = _PADS[node.target]  # type: ignore[index]
+    node.target, node.args = aten.pad.default, (*node.args[:2], mode, value)
+
+
+def _piled(graph: Graph, node: Node) -> None:
+    """``hstack`` of tensors of two dims or more is a concatenation."""
+    if len(node.meta["shape"]) > 1:
+        node.target, node.args = aten.cat.default, (node.args[0], 1)
+        _apart(graph, node)
+
+
+_REWRITES: dict[Any, Callable[[Graph, Node], None]] = {
+    aten.channel_shuffle.default: _channel_shuffle,
+    aten.rot90.default: _rotated,
+    aten.glu.default: _glu,
+    aten.narrow.default: _narrow,
+    aten.hstack.default: _piled,
+    **dict.fromkeys(_PADS, _pad),
+}
+
+
+def _is_pure(target: Any) -> bool:
+    """Whether calling an operator once more changes nothing."""
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags
+
+
 def canonical(graph: Graph, node: Node) -> None:
     """One operator for each idea: ``convolution`` for all convolutions, ``reshape`` for all views, and so on."""
     target = node.target
     source = node.args[0] if node.args else None
     if target is operator.getitem and isinstance(source, Node) and source.target in (*_SPLITS, aten.unbind.int):
         _part(node)
+    elif target is operator.getitem and isinstance(source, Node) and _is_pure(source.target):
+        index: Any = node.args[1]
+        node.target, node.args, node.kwargs = Nth(source.target, index), source.args, source.kwargs  # type: ignore[arg-type]
     elif target in _TRANSPOSITIONS:
         node.args, node.target = (source, _permutation(node)), aten.permute.default
     elif target in (aten.expand.default, aten.expand_as.default):
@@ -148,6 +316,21 @@ def canonical(graph: Graph, node: Node) -> None:
         _shuffle(graph, node)
     elif target is aten.stack.default:
         _stacked(graph, node)
+    elif target in (aten.addmm.default, aten.baddbmm.default):
+        _added_product(graph, node)
+    elif target in _CONTRACTIONS:
+        _apart(graph, node)
+    elif target is aten.rrelu.default and not arguments(node)["training"]:
+        a = arguments(node)
+        node.target, node.args, node.kwargs = aten.leaky_relu.default, (source, (a["lower"] + a["upper"]) / 2), {}
+    elif target in _REWRITES:
+        _REWRITES[target](graph, node)
+    elif target in _NORMS:
+        _norm(graph, node)
+    elif target is aten.count_nonzero.default or target is aten.count_nonzero.dim_IntList:
+        true = _call(graph, node, aten.ne.Scalar, (source, 0), source.meta["shape"])  # type: ignore[union-attr]
+        true.meta["dtype"] = torch.bool
+        node.target, node.args = aten.sum.dim_IntList, (true, arguments(node).get("dim"))
     elif target is aten.type_as.default:
         node.args, node.target = (source, node.meta["dtype"]), aten.to.dtype
     elif target is aten.concat.default:

@@ -21,6 +21,7 @@ def localise(module: GraphModule, sizes: Mapping[str, int]) -> GraphModule:
         decision = node.meta.get("decision")
         if decision is None or decision.spec is None:
             continue
-        site = Site(decision.spec, decision.axes, decision.raw, tuple(node.args), sizes)
+        needs = tuple(need for _, need in decision.needs)
+        site = Site(decision.spec, decision.axes, decision.raw, tuple(node.args), sizes, needs)
         node.target, node.args, node.kwargs = decision.spec.row.local(site)
     return module

@@ -7,15 +7,23 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-__all__ = ["arguments", "aten", "describe"]
+from distfx.ops import Nth
+
+__all__ = ["arguments", "aten", "describe", "operator_of"]
 
 aten = torch.ops.aten
 
 
+def operator_of(node: Node) -> Any:
+    """The operator that a call runs, also where it keeps one of several results."""
+    return node.target.op if isinstance(node.target, Nth) else node.target
+
+
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of an ATen call by name, defaults filled in."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
+    target = operator_of(node)
+    assert isinstance(target, torch._ops.OpOverload)
+    schema = target._schema.arguments
     given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
     return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
 

@@ -28,7 +28,7 @@ from distfx.passes.nodes import describe
 from distfx.passes.notation import Word
 from distfx.passes.route import Border, estimate, route
 from distfx.passes.rule import Spec
-from distfx.passes.rules import is_random, spec_of
+from distfx.passes.rules import draws, spec_of
 from distfx.symbolic import Size, evaluate, evaluate_shape, product
 
 __all__ = ["ALGORITHMS", "Decision", "Decisions", "Pins", "decide", "follow_layout", "project"]
@@ -105,8 +105,8 @@ def project(
     dims = _splits(spec.result, spec, axes, sizes, spec.node.meta["shape"], None)
     if dims is None:
         return None
-    split = {axis for dim in dims for axis in dim.axes}
-    return tuple(needs), Layout(dims, partial=frozenset(set(used) - split))
+    settled = {axis for dim in dims for axis in dim.axes} | {axis for f in spec.inside for axis in axes.get(f, ())}
+    return tuple(needs), Layout(dims, partial=frozenset(set(used) - settled))
 
 
 def _splits(
@@ -374,7 +374,7 @@ def _settle(spec: Spec, raw: Layout) -> Layout:
 
 def _whole(node: Node, layouts: Mapping[Node, Layout]) -> Decision:
     """Gather the operands and run the operator on every rank."""
-    if is_random(node.target):
+    if draws(node):
         raise DistfxError(
             f"{describe(node)}: {node.target} draws random numbers, and has no rule yet by which ranks would draw the "
             "same ones where they must. Draw outside of the model and give the numbers as an input."

@@ -19,7 +19,7 @@ from distfx.passes.nodes import aten
 from distfx.passes.notation import Word, parse
 from distfx.symbolic import Size
 
-__all__ = ["Call", "Row", "Site", "Spec", "Words", "aten", "dims_spec", "pattern_spec", "unchanged"]
+__all__ = ["Call", "Choice", "Row", "Site", "Spec", "Words", "aten", "dims_spec", "pattern_spec", "unchanged"]
 
 Words = tuple[Word, ...]
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -38,8 +38,10 @@ class Spec:
     """The window through which an operand, by its number, is read along a factor."""
     mode: str = "constant"
     fill: float = 0.0
+    inside: frozenset[str] = frozenset()
+    """The factors whose reduction the operator completes itself: over their axes the result is the same everywhere."""
     units: Mapping[str, Size] = field(default_factory=dict)
-    """The granules in which factors are split, where an operand comes so: tokens ``H*W`` by rows of ``W``."""
+    """The granules of factors along which an operand comes in granules: tokens by whole rows of an image."""
 
     def spatial(self) -> tuple[str, ...]:
         """The factors of the result's spatial dims, in order."""
@@ -56,6 +58,8 @@ class Site:
     args: tuple[Any, ...]
     ranks: Mapping[str, int]
     """The sizes of the grid's axes."""
+    operands: tuple[Layout, ...] = ()
+    """The layouts in which the operands come."""
 
     @property
     def node(self) -> Node:
@@ -101,6 +105,14 @@ class Row:
     def spec(self, node: Node) -> Spec | None:
         """The iteration space of a call, or ``None`` if the row does not fit it."""
         return self.build(self, node) if self.build else pattern_spec(self, node)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Several rows of one operator, of which ``pick`` finds the one that fits a call."""
+
+    pick: Callable[[Node], Row | None]
+    rows: tuple[Row, ...]
 
 
 def unchanged(site: Site) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, singledispatch
 
@@ -148,6 +149,9 @@ def _straight(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
 
 
 def _fill(result: Tensor, dim: int, message: Message, value: float) -> None:
+    if not result.dtype.is_floating_point and math.isinf(value):  # of integers the least and the greatest
+        limits = torch.iinfo(result.dtype)
+        value = limits.min if value < 0 else limits.max
     if message.runs is None:
         assert message.positions is not None
         result.index_fill_(dim, _index(message.positions, result.device), value)

@@ -17,7 +17,7 @@ from distfx.layout import Window
 from distfx.runtime.failure import During
 from distfx.runtime.transport import all_reduce
 
-__all__ = ["KERNELS", "BatchNorm", "Zero", "add_bias", "avg_pool", "conv_transpose", "mean"]
+__all__ = ["KERNELS", "BatchNorm", "Collective", "Statistics", "Zero", "add_bias", "avg_pool", "conv_transpose", "mean"]
 
 
 class _Zeros(torch.autograd.Function):
@@ -145,26 +145,48 @@ def avg_pool(
     return pool(F.pad(x, widths), tuple(kernel), tuple(stride)) * scale
 
 
-class Statistics:
-    """What every norm over a segment has: a sum over it, the global count of what is averaged."""
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float | None = None, gqa: bool = False
+) -> Tensor:
+    """Attention of the queries from number ``start`` on, each to the keys up to its own number."""
+    if q.numel() == 0:
+        return Zero((*q.shape[:-1], v.shape[-1]))(q, k, v)
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril_(start)
+    return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=gqa)
+
+
+class Collective:
+    """What every kernel has that reduces over a segment: sums and extremes over it, entered into the ledger."""
 
     path: str | None = None
     """The layer's module path."""
 
-    def __init__(self, name: str, segment: Segment, node: str, eps: float, count: int) -> None:
+    def __init__(self, name: str, segment: Segment, node: str) -> None:
         self.__name__ = name
-        self.segment, self.node, self.eps, self.count = segment, node, eps, count
+        self.segment, self.node = segment, node
 
     def sum(self, value: Tensor, phase: str) -> Tensor:
         """The sum over the segment, in place."""
+        return self.reduce(value, phase, "sum")
+
+    def reduce(self, value: Tensor, phase: str, op: str) -> Tensor:
+        """The sum, the greatest or the least values over the segment, in place."""
         ranks = self.segment.size
         if ranks == 1:
             return value
         sent = ledger.allreduce_bytes(value.numel() * value.element_size(), ranks)
         ledger.record(self.node, self.__name__, self.segment.axes, phase, sent, ledger.allreduce_messages(ranks))
         with During(self.__name__, self.node, self.path, self.segment, phase):
-            all_reduce(self.segment, value).wait()
+            all_reduce(self.segment, value, op).wait()
         return value
+
+
+class Statistics(Collective):
+    """What every norm over a segment has besides: the global count of what is averaged."""
+
+    def __init__(self, name: str, segment: Segment, node: str, eps: float, count: int) -> None:
+        super().__init__(name, segment, node)
+        self.eps, self.count = eps, count
 
 
 class BatchNorm(Statistics):
@@ -252,5 +274,6 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "conv_transpose": conv_transpose,
     "avg_pool": avg_pool,
     "add_blocks": add_blocks,
+    "causal_attention": causal_attention,
 }
 """The inserted operators that are local, by name."""

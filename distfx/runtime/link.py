@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from distfx import ledger, ops
 from distfx.grid import Grid, Segment
@@ -24,13 +24,15 @@ from distfx.runtime.kernels import KERNELS as PLAIN
 from distfx.runtime.kernels import BatchNorm, Zero
 from distfx.runtime.norm import Norm
 from distfx.runtime.parameters import Bucket, Gradients
+from distfx.runtime.pool import adaptive_pool, max_pool_index
 from distfx.runtime.random import Dropout
+from distfx.runtime.reduce import Reduction
 from distfx.runtime.resample import resample
 
 __all__ = ["link"]
 
 aten = torch.ops.aten
-KERNELS = PLAIN | {"resample": resample}
+KERNELS = PLAIN | {"resample": resample, "adaptive_pool": adaptive_pool, "max_pool_index": max_pool_index}
 
 
 class Refresh:
@@ -67,6 +69,7 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
         gradients = graph.placeholder("gradients")
+    _share_results(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and (halo := _own_halo(node)) is not None:
             _fuse(node, halo, grid)
@@ -128,6 +131,23 @@ def _run_move(node: Node, grid: Grid) -> RunMove:
     return RunMove(bound, grid.segment(bound.forward.axes), node.meta["owner"], name, node.meta.get("path"))
 
 
+def _share_results(graph: Graph) -> None:
+    """An operator several of whose results are wanted is called once."""
+    calls: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        if isinstance(node.target, ops.Nth) and not _is_empty(node):
+            calls.setdefault((node.target.op, repr((node.args, node.kwargs))), []).append(node)
+    for (op, _), nodes in calls.items():
+        if len(nodes) < 2:
+            continue
+        with graph.inserting_before(nodes[0]):
+            every = graph.call_function(op, nodes[0].args, dict(nodes[0].kwargs))
+        every.meta = {key: nodes[0].meta.get(key) for key in ("path", "source")}
+        for node in nodes:
+            part: Any = node.target
+            node.target, node.args, node.kwargs = operator.getitem, (every, part.index), {}
+
+
 def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
     bound = node.meta.get("bound")
     if isinstance(node.target, HaloConvolution):
@@ -138,20 +158,21 @@ def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
         node.kwargs = {}
     elif isinstance(bound, BoundMove):
         node.target, node.kwargs = _run_move(node, grid), {}
-    elif node.target in (ops.batch_norm, ops.norm):
+    elif node.target in (ops.batch_norm, ops.norm, ops.reduce):
         kwargs: dict[str, Any] = dict(node.kwargs)
-        kind = BatchNorm if node.target is ops.batch_norm else Norm
-        node.target = kind(grid.segment(tuple(kwargs.pop("axis"))), node.name, **kwargs)
-        node.target.path = node.meta.get("path")
+        kinds: dict[Any, Any] = {ops.batch_norm: BatchNorm, ops.norm: Norm, ops.reduce: Reduction}
+        node.target = kinds[node.target](grid.segment(tuple(kwargs.pop("axis"))), node.name, **kwargs)
+        node.target.path = node.meta.get("path")  # type: ignore[union-attr]
         node.kwargs = {}
     elif node.target is ops.dropout:
         node.target = Dropout(node.name, **node.kwargs)  # type: ignore[arg-type]
         node.args, node.kwargs = (gradients, *node.args), {}
     elif getattr(node.target, "__name__", None) in KERNELS and node.target is ops.inserted(node.target.__name__):  # type: ignore[union-attr]
         node.target = KERNELS[node.target.__name__]
-    elif _is_empty(node):
-        dtype = node.meta["dtype"]  # a float follows its operand, which may have been converted since
-        node.target = Zero(node.meta["local"], None if dtype.is_floating_point else dtype)
+    elif node.target is not operator.getitem and _is_empty(node):
+        dtype = node.meta["dtype"]  # where it is its operand's it follows that, which may have been converted since
+        same = dtype == node.all_input_nodes[0].meta["dtype"]
+        node.target = Zero(node.meta["local"], None if same else dtype)
 
 
 def _is_empty(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Group, layer and instance norm over split dims: one kernel, with the statistics of the whole tensor."""
+"""Group, layer, instance and RMS norm over split dims: one kernel, with the statistics of the whole tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["Norm"]
 class Norm(Statistics):
     """Standardise over ``dims``, and over the channels of a group where ``groups`` are given; then scale and shift.
 
-    Sums are made in float32 or better: first the mean, over all ranks, then the squared deviations about it.
+    Sums are made in float32 or better: first the mean, over all ranks, then the squared deviations about it; without
+    ``centre`` there is no mean (an RMS norm).
     """
 
     def __init__(
@@ -32,9 +33,11 @@ class Norm(Statistics):
         groups: int = 0,
         start: int = 0,
         trailing: bool = False,
+        centre: bool = True,
     ) -> None:
         super().__init__("norm", segment, node, eps, count)
         self.dims, self.group, self.groups, self.start, self.trailing = dims, group, groups, start, trailing
+        self.centre = centre
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         result: Tensor = _Standardise.apply(x, self)
@@ -64,8 +67,11 @@ class _Standardise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Norm) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = norm.sum(norm.fold(wide), "forward") / norm.count
-        centred = wide - norm.unfold(mean, x)
+        if norm.centre:
+            mean = norm.sum(norm.fold(wide), "forward") / norm.count
+            centred = wide - norm.unfold(mean, x)
+        else:
+            centred = wide.clone()
         square = norm.sum(norm.fold(centred.square()), "forward") / norm.count
         scale = norm.unfold((square + norm.eps).rsqrt_(), x)
         result = centred.mul_(scale)
@@ -79,6 +85,9 @@ class _Standardise(torch.autograd.Function):
         result, scale = ctx.saved_tensors
         norm: Norm = ctx.norm
         grad = grad.to(result.dtype)
+        if not norm.centre:
+            second = norm.sum(norm.fold(grad * result), "backward").div_(norm.count)
+            return ((grad - result * norm.unfold(second, result)) * scale).to(ctx.dtype), None
         sums = torch.stack([norm.fold(grad), norm.fold(grad * result)])
         first, second = norm.sum(sums, "backward").div_(norm.count)
         about = result * norm.unfold(second, result) + norm.unfold(first, result)

@@ -87,9 +87,12 @@ def send_receive(
     return works
 
 
-def all_reduce(segment: Segment, tensor: Tensor) -> Work:
-    """Start summing ``tensor`` in place over the segment."""
-    return dist.all_reduce(tensor, group=segment.group, async_op=True)
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_reduce(segment: Segment, tensor: Tensor, op: str = "sum") -> Work:
+    """Start summing ``tensor`` in place over the segment, or taking its greatest or least values."""
+    return dist.all_reduce(tensor, _REDUCTIONS[op], group=segment.group, async_op=True)
 
 
 def all_gather_even(segment: Segment, result: Tensor, part: Tensor) -> Work:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch.fx import Node
 from distfx import ops
 from distfx.layout import Split, Window
 from distfx.ops import LocalSize, LocalStart
+from distfx.passes.nodes import arguments
 from distfx.passes.notation import Word
-from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, pattern_spec, unchanged
+from distfx.passes.rule import Call, Choice, Row, Site, Spec, aten, dims_spec, pattern_spec, unchanged
 
 __all__ = ["CONVOLUTION", "LINEAR", "MATMUL", "ROWS", "TRANSPOSED", "conv_windows"]
 
@@ -109,21 +110,63 @@ LINEAR = Row(
 )
 
 
+def _letters_spec(
+    row: Row, node: Node, operands: Sequence[tuple[Node, str]], result: str, whole: str = ""
+) -> Spec | None:
+    """A letter for each dim, as in an einsum; those in ``whole`` are not split, nor is a dim of one that broadcasts."""
+    if any(len(set(letters)) < len(letters) for _, letters in operands):
+        return None  # a diagonal
+    extents: dict[str, Any] = {}
+    for other, letters in operands:
+        extents |= {c: size for c, size in zip(letters, other.meta["shape"], strict=True) if extents.get(c, 1) == 1}
+
+    def words(other: Node, letters: str) -> list[int | None]:
+        sizes = zip(letters, other.meta["shape"], strict=True)
+        return [None if c in whole or (size == 1 and extents[c] != 1) else ord(c) for c, size in sizes]
+
+    return dims_spec(row, node, [(x, words(x, letters)) for x, letters in operands], words(node, result))
+
+
+def _einsum_letters(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """The letters of each operand and of the result, those of an ellipsis filled in."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    widest = max([rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True) if "..." in t] or [0])
+    unnamed = [c for c in map(chr, range(0xE000, 0xE000 + widest))]  # letters that no equation has
+
+    def filled(term: str, rank: int) -> str:
+        return term.replace("...", "".join(unnamed[widest - (rank - len(term) + 3) :])) if "..." in term else term
+
+    inside = [filled(term, rank) for term, rank in zip(terms, ranks, strict=True)]
+    if arrow:
+        return inside, right.replace("...", "".join(unnamed))
+    once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
+    return inside, "".join(unnamed) + "".join(once)
+
+
+def _einsum_spec(row: Row, node: Node) -> Spec | None:
+    equation: Any = node.args[0]
+    tensors: Any = node.args[1]
+    inside, result = _einsum_letters(equation, [len(x.meta["shape"]) for x in tensors])
+    return _letters_spec(row, node, list(zip(tensors, inside, strict=True)), result)
+
+
 def _matmul_spec(row: Row, node: Node) -> Spec | None:
-    """``b... m c, b... c n -> b... m n``, batch dims broadcast from the right."""
+    """``b... m c, b... c n -> b... m n``, batch dims broadcast from the right; a vector has ``c`` alone."""
     a: Any = node.args[0]
     b: Any = node.args[1]
-    left, right, rank = a.meta["shape"], b.meta["shape"], len(node.meta["shape"])
-    if len(left) < 2 or len(right) < 2 or a is b:
-        return None
-    shape = node.meta["shape"]
+    left, right = len(a.meta["shape"]), len(b.meta["shape"])
+    batch = "".join(map(chr, range(0xE000, 0xE000 + max(left, right, 2) - 2)))
+    first = batch[len(batch) - left + 2 :] + "mc" if left > 1 else "c"
+    second = batch[len(batch) - right + 2 :] + "cn" if right > 1 else "c"
+    result = batch + ("m" if left > 1 else "") + ("n" if right > 1 else "")
+    return _letters_spec(row, node, [(a, first), (b, second)], result)
 
-    def batch(sizes: tuple[Any, ...]) -> list[int | None]:
-        first = rank - len(sizes)
-        return [first + i if size == shape[first + i] else None for i, size in enumerate(sizes[:-2])]
 
-    operands = [(a, [*batch(left), rank - 2, rank]), (b, [*batch(right), rank, rank - 1])]
-    return dims_spec(row, node, operands, list(range(rank)))
+def _outer_spec(row: Row, node: Node) -> Spec | None:
+    a: Any = node.args[0]
+    b: Any = node.args[1]
+    return _letters_spec(row, node, [(a, "m"), (b, "n")], "mn")
 
 
 MATMUL = Row(
@@ -133,37 +176,60 @@ MATMUL = Row(
     build=_matmul_spec,
     cost="over c: an allreduce of the result",
 )
+OUTER = Row("outer product", "m, n -> m n", unchanged, build=_outer_spec, cost="nothing")
+EINSUM = Row(
+    "einsum",
+    "as its equation says",
+    unchanged,
+    build=_einsum_spec,
+    cost="over letters that are summed: an allreduce of the result; operands are gathered over letters they lack",
+)
 
 
 def _attention_spec(row: Row, node: Node) -> Spec | None:
     """Samples, heads and queries are split; every query sees all keys."""
-    q, k, v = (node.args[i] for i in range(3))
-    plain = not any(node.args[3:6]) and not any(
-        node.kwargs.get(key) for key in ("attn_mask", "dropout_p", "is_causal", "enable_gqa")
-    )
-    if not plain or len({q, k, v}) < 3:
+    given = arguments(node)
+    if given["dropout_p"]:
         return None
     rank = len(node.meta["shape"])
-    lead: list[int | None] = list(range(rank - 2))
-    if any(x.meta["shape"][:-2] != node.meta["shape"][:-2] for x in (q, k, v)):  # type: ignore[union-attr]
+    lead = "".join(map(chr, range(0xE000, 0xE000 + rank - 2)))
+    letters = [(given[key], lead + end) for key, end in (("query", "mc"), ("key", "sc"), ("value", "sv"))]
+    mask = given["attn_mask"]
+    if isinstance(mask, Node):
+        letters.append((mask, (lead + "ms")[-len(mask.meta["shape"]) :]))
+    if any(len(x.meta["shape"]) != rank for x, _ in letters[:3]):
         return None
-    operands: Any = [(q, [*lead, rank - 2, None]), (k, [*lead, None, None]), (v, [*lead, None, None])]
-    return dims_spec(row, node, operands, [*lead, rank - 2, None])
+    return _letters_spec(row, node, letters, lead + "mv", "scv" + (lead[-1:] if given["enable_gqa"] else ""))
+
+
+def _local_attention(site: Site) -> Call:
+    """A causal mask counts queries from the first of the whole."""
+    given = arguments(site.node)
+    queries = site.layout.dims[-2]
+    if not given["is_causal"] or not queries.axes:
+        return unchanged(site)
+    start = LocalStart(site.node.meta["shape"][-2], queries)
+    return ops.causal_attention, site.args[:3], {"start": start, "scale": given["scale"], "gqa": given["enable_gqa"]}
 
 
 ATTENTION = Row(
     "attention",
-    "b... m _, b... _ _, b... _ _ -> b... m _",
-    unchanged,
+    "b... m _, b... _ _, b... _ _, b... m _ -> b... m _",
+    _local_attention,
     build=_attention_spec,
     cost="an all-gather of keys and values",
 )
 
-ROWS: dict[Any, Row | Callable[[Node], Row | None]] = {
-    aten.convolution.default: _convolution,
+ROWS: dict[Any, Row | Choice] = {
+    aten.convolution.default: Choice(_convolution, (CONVOLUTION, TRANSPOSED)),
     aten.linear.default: LINEAR,
     aten.matmul.default: MATMUL,
     aten.bmm.default: MATMUL,
     aten.mm.default: MATMUL,
+    aten.mv.default: MATMUL,
+    aten.dot.default: MATMUL,
+    aten.vdot.default: MATMUL,
+    aten.outer.default: OUTER,
+    aten.einsum.default: EINSUM,
     aten.scaled_dot_product_attention.default: ATTENTION,
 }

@@ -6,14 +6,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from distfx import ops
 from distfx.ops import LocalStart
-from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, unchanged
+from distfx.passes.rule import Call, Choice, Row, Site, Spec, aten, dims_spec, unchanged
 from distfx.symbolic import product
 
-__all__ = ["BATCH_NORM", "GROUP_NORM", "INSTANCE_NORM", "LAYER_NORM", "ROWS"]
+__all__ = ["BATCH_NORM", "GROUP_NORM", "INSTANCE_NORM", "LAYER_NORM", "RMS_NORM", "ROWS"]
 
 
 def _axes(site: Site, factors: list[str]) -> tuple[str, ...]:
@@ -136,9 +137,28 @@ LAYER_NORM = Row(
     cost="over split dims three allreduces of a value per position",
 )
 
-ROWS: dict[Any, Row | Callable[[Node], Row | None]] = {
+
+def _local_rms_norm(site: Site) -> Call:
+    call = _local_layer_norm(site)
+    if call[0] is not ops.norm:
+        return call
+    x, _, weight, eps = (*site.args, None, None)[:4]
+    words = call[2] | {"eps": torch.finfo(site.node.meta["dtype"]).eps if eps is None else eps, "centre": False}
+    return ops.norm, (x, weight, None), words
+
+
+RMS_NORM = Row(
+    "rms norm",
+    "... c, c -> ... c",
+    _local_rms_norm,
+    build=_layer_norm_spec,
+    cost="over split dims two allreduces of a value per position",
+)
+
+ROWS: dict[Any, Row | Choice] = {
     aten.batch_norm.default: BATCH_NORM,
     aten.group_norm.default: GROUP_NORM,
-    aten.instance_norm.default: _instance_norm,
+    aten.instance_norm.default: Choice(_instance_norm, (INSTANCE_NORM,)),
     aten.layer_norm.default: LAYER_NORM,
+    aten.rms_norm.default: RMS_NORM,
 }

@@ -9,9 +9,10 @@ from torch.fx import Node
 
 from distfx import ops
 from distfx.ops import LocalPart
+from distfx.passes.nodes import arguments, operator_of
 from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, unchanged
 
-__all__ = ["BIAS", "DROPOUT", "POINTWISE", "PRELU", "ROWS", "is_pointwise", "is_random"]
+__all__ = ["BIAS", "DROPOUT", "POINTWISE", "PRELU", "ROWS", "draws", "is_pointwise", "is_random"]
 
 _ALSO_POINTWISE = {
     aten.clone.default,
@@ -35,6 +36,16 @@ def is_random(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and (
         torch.Tag.nondeterministic_seeded in target.tags or "dropout" in target._schema.name
     )
+
+
+def draws(node: Node) -> bool:
+    """Whether a call draws random numbers: not with a probability of zero, nor outside of training."""
+    target = operator_of(node)
+    if not is_random(target):
+        return False
+    given = arguments(node)
+    chance = next((given[key] for key in ("dropout_p", "p") if isinstance(given.get(key), int | float)), 1)
+    return bool(chance) and given.get("training", given.get("train", True)) is not False
 
 
 def is_pointwise(target: Any) -> bool:

@@ -11,9 +11,9 @@ from distfx import ops
 from distfx.layout import Window
 from distfx.passes.notation import Word
 from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, unchanged
-from distfx.symbolic import Size, product
+from distfx.symbolic import Size, product, size_of
 
-__all__ = ["CAT", "EXPAND", "PAD", "PERMUTE", "RESHAPE", "ROLL", "ROWS", "SELECT", "SLICE"]
+__all__ = ["CAT", "EXPAND", "FLIP", "PAD", "PERMUTE", "RESHAPE", "ROLL", "ROWS", "SELECT", "SLICE"]
 
 
 def _pad_widths(node: Node) -> list[tuple[Any, Any]]:
@@ -146,6 +146,18 @@ def _local_roll(site: Site) -> Call:
 ROLL = Row("roll", "... [d] ... -> ... d ...", _local_roll, build=_roll_spec, cost="what changes its owner")
 
 
+def _flip_spec(row: Row, node: Node) -> Spec | None:
+    x: Any = node.args[0]
+    dims: Any = node.args[1]
+    rank = len(node.meta["shape"])
+    sizes = {d % rank: node.meta["shape"][d % rank] for d in dims}
+    windows = {(0, d): Window(lo=-size, hi=size, mul=-1) for d, size in sizes.items()}
+    return dims_spec(row, node, [(x, list(range(rank)))], list(range(rank)), windows)
+
+
+FLIP = Row("flip", "... [d] ... -> ... d ...", unchanged, build=_flip_spec, cost="what changes its owner")
+
+
 def _permute_spec(row: Row, node: Node) -> Spec | None:
     x: Any = node.args[0]
     dims: Any = node.args[1]
@@ -176,24 +188,38 @@ def _same(a: Size, b: Size) -> bool:
 
 
 def _reshape_spec(row: Row, node: Node) -> Spec | None:
-    """Runs of dims with equal products correspond; in each, the major dims on both sides share a factor."""
+    """Runs of dims with equal products correspond; in each both sides are made of the same factors, major first."""
     x: Any = node.args[0]
     before, after = list(x.meta["shape"]), list(node.meta["shape"])
     source, result = [Word(())] * len(before), [Word(())] * len(after)
     extents: dict[str, Size] = {}
     for number, (left, right) in enumerate(_runs(before, after)):
-        many, few, words = (left, right, result) if len(left) >= len(right) else (right, left, source)
-        own = source if words is result else result
-        sizes = before if words is result else after
-        if len(few) != 1:
-            continue  # several to several: these dims stay whole
-        names = []
-        for i, dim in enumerate(many):
-            names.append(f"f{number}_{i}")
-            extents[names[-1]] = sizes[dim]
-            own[dim] = Word((names[-1],))
-        words[few[0]] = Word(tuple(names))
+        rest = {side: [sizes[i] for i in dims] for side, (sizes, dims) in enumerate(((before, left), (after, right)))}
+        while rest[0] and rest[1]:
+            a, b = rest[0][0], rest[1][0]
+            step = a if _divides(a, b) else b if _divides(b, a) else None
+            if step is None:
+                break  # what is left of the run stays whole
+            name = f"f{number}_{len(extents)}"
+            extents[name] = step
+            for side, words, dims in ((0, source, left), (1, result, right)):
+                dim = dims[len(dims) - len(rest[side])]
+                words[dim] = Word((*words[dim].factors, name))
+                quotient = size_of(sympy.sympify(rest[side][0]) / step)
+                rest[side] = [quotient, *rest[side][1:]] if quotient != 1 else rest[side][1:]
+        for side, words, dims in ((0, source, left), (1, result, right)):
+            for i, size in enumerate(rest[side]):  # a minor part that has no counterpart
+                dim = dims[len(dims) - len(rest[side]) + i]
+                if words[dim].factors:
+                    name = f"r{number}_{side}_{i}"
+                    extents[name] = size
+                    words[dim] = Word((*words[dim].factors, name))
     return Spec(row, node, ((x, tuple(source)),), tuple(result), extents)
+
+
+def _divides(a: Size, b: Size) -> bool:
+    """Whether ``b`` is known to be a multiple of ``a``."""
+    return bool((sympy.sympify(b) / a).is_integer)
 
 
 def _runs(before: list[Size], after: list[Size]) -> list[tuple[list[int], list[int]]]:
@@ -228,6 +254,7 @@ ROWS: dict[Any, Row] = {
     aten.select.int: SELECT,
     aten.cat.default: CAT,
     aten.roll.default: ROLL,
+    aten.flip.default: FLIP,
     aten.permute.default: PERMUTE,
     aten.expand.default: EXPAND,
     aten.reshape.default: RESHAPE,
