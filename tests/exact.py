@@ -49,12 +49,13 @@ def exact(
     input_grad: bool = True,
     steps: int = 1,
     sgd: int = 0,
+    example: bool = False,
     kwargs: dict[str, Any] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> dict[str, Any]:
     """Compare for each of ``shapes`` in turn (one parallel module serves them all), then train both for ``sgd`` steps.
 
-    See the module's docstring.
+    ``example``: give ``parallelize`` an input of the first shape. See the module's docstring.
     """
     torch.manual_seed(7)
     model = build(**(kwargs or {})).to(dtype)
@@ -63,7 +64,9 @@ def exact(
             buffer.add_(torch.rand_like(buffer))  # running statistics that are not 0 and 1
     model.train(train)
     plain = copy.deepcopy(model)
-    net = distfx.parallelize(model, distfx.Grid.parse(grid) if grid else distfx.Grid(), strategy=strategy)
+    given = draw(shapes[0], dtype) if example else None
+    place = distfx.Grid.parse(grid) if grid else distfx.Grid()
+    net = distfx.parallelize(model, place, example_inputs=given, strategy=strategy)
     errors: dict[str, float] = {}
     bytes_: list[tuple[int, int]] = []
     messages: list[tuple[int, int]] = []
