@@ -2,7 +2,8 @@
 
 ``exact`` runs on a rank (see :mod:`tests.ranks`); it builds the model from its seed, runs it parallel and plain, and
 returns the relative error of every output, input gradient, parameter gradient and state entry, of the losses of some
-steps of SGD and what they make of the state, and the plan's and the ledger's bytes.
+steps of SGD and what they make of the state, and the plan's and the ledger's bytes; also the parameters that had no
+gradient, or one of zeros, for tests that would otherwise compare nothing with nothing.
 
 A shape is that of the model's one input, ``(2, 3, 8, 8)``, or has several shapes, nested as the model takes them:
 ``[(2, 3, 8, 8), [(2, 4, 8, 8), (2, 4, 8, 8)]]`` for ``model(x, (h, c))``.
@@ -61,13 +62,14 @@ def exact(
     model = build(**(kwargs or {})).to(dtype)
     for buffer in model.buffers():
         if buffer.dtype.is_floating_point:
-            buffer.add_(torch.rand_like(buffer))  # running statistics that are not 0 and 1
+            buffer.add_(torch.rand_like(buffer) - 0.5)  # not 0 and 1; of both signs, or every ReLU after it is dead
     model.train(train)
     plain = copy.deepcopy(model)
     given = draw(shapes[0], dtype) if example else None
     place = distfx.Grid.parse(grid) if grid else distfx.Grid()
     net = distfx.parallelize(model, place, example_inputs=given, strategy=strategy)
     errors: dict[str, float] = {}
+    idle: set[str] = set()
     bytes_: list[tuple[int, int]] = []
     messages: list[tuple[int, int]] = []
     loss = loss or (
@@ -97,6 +99,8 @@ def exact(
             assert (have is None) == (want is None), f"gradient of {name}: {have} instead of {want}"
             if have is not None:
                 errors[f"{number} gradient {name}"] = relative(have.full_tensor(), want)
+            if want is None or not want.any():
+                idle.add(name)
         errors |= _state_errors(f"{number} state", net, plain)
     if sgd:
         losses = [train_steps(module, x, loss, sgd) for module in (net, plain)]
@@ -108,6 +112,7 @@ def exact(
         "bytes": bytes_,
         "messages": messages,
         "rows": net.plan.rows,
+        "idle": idle,
         "sum": math.fsum(errors.values()),
     }
 
