@@ -1,8 +1,12 @@
 """The exactness test: a parallel model against the single-process one, everything compared.
 
 ``exact`` runs on a rank (see :mod:`tests.ranks`); it builds the model from its seed, runs it parallel and plain, and
-returns the relative error of every output, input gradient, parameter gradient and state entry, and the plan's and the
-ledger's bytes.
+returns the relative error of every output, input gradient, parameter gradient and state entry, of the losses of some
+steps of SGD and what they make of the state, and the plan's and the ledger's bytes; also the parameters that had no
+gradient, or one of zeros, for tests that would otherwise compare nothing with nothing.
+
+A shape is that of the model's one input, ``(2, 3, 8, 8)``, or has several shapes, nested as the model takes them:
+``[(2, 3, 8, 8), [(2, 4, 8, 8), (2, 4, 8, 8)]]`` for ``model(x, (h, c))``.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ def remembered(*key: Any) -> Iterator[None]:
 
 
 def exact(
-    build: Callable[..., nn.Module], grid: str, shapes: Sequence[Sequence[int]], **options: Any
+    build: Callable[..., nn.Module], grid: str, shapes: Sequence[Sequence[Any]], **options: Any
 ) -> dict[str, Any]:
     """Compare for each of ``shapes`` in turn (one parallel module serves them all). See :func:`_exact`."""
     with remembered(build, repr(options.get("kwargs")), options.get("dtype")):
@@ -73,77 +77,119 @@ def exact(
 def _exact(
     build: Callable[..., nn.Module],
     grid: str,
-    shapes: Sequence[Sequence[int]],
+    shapes: Sequence[Sequence[Any]],
     *,
     strategy: Any = "auto",
     dtype: torch.dtype = torch.float64,
     train: bool = True,
     input_grad: bool = True,
     steps: int = 1,
+    sgd: int = 0,
+    example: bool = False,
     kwargs: dict[str, Any] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
 ) -> dict[str, Any]:
-    """See the module's docstring."""
+    """Compare for each of ``shapes`` in turn (one parallel module serves them all), then train both for ``sgd`` steps.
+
+    ``example``: give ``parallelize`` an input of the first shape. See the module's docstring.
+    """
     torch.manual_seed(7)
     model = build(**(kwargs or {})).to(dtype)
     for buffer in model.buffers():
         if buffer.dtype.is_floating_point:
-            buffer.add_(torch.rand_like(buffer))  # running statistics that are not 0 and 1
+            buffer.add_(torch.rand_like(buffer) - 0.5)  # not 0 and 1; of both signs, or every ReLU after it is dead
     model.train(train)
     plain = copy.deepcopy(model)
-    net = distfx.parallelize(model, distfx.Grid.parse(grid) if grid else distfx.Grid(), strategy=strategy)
+    given = draw(shapes[0], dtype) if example else None
+    place = distfx.Grid.parse(grid) if grid else distfx.Grid()
+    net = distfx.parallelize(model, place, example_inputs=given, strategy=strategy)
     errors: dict[str, float] = {}
+    idle: set[str] = set()
     bytes_: list[tuple[int, int]] = []
     messages: list[tuple[int, int]] = []
     loss = loss or (
         lambda y: sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in _tensors(y))
     )
     for number, shape in enumerate(itertools.chain.from_iterable([shapes] * steps)):
-        x = torch.randn(*shape, dtype=dtype)
-        mine, theirs = x.clone().requires_grad_(input_grad), x.clone().requires_grad_(input_grad)
+        x = draw(shape, dtype)
+        mine, theirs = (pytree.tree_map(lambda t: t.clone().requires_grad_(input_grad), x) for _ in range(2))
         for module in (net, plain):
             module.zero_grad()
         with distfx.record_comm() as ledger:
-            have = net(mine)
+            have = net(*mine)
             loss(have).backward()
-        want = plain(theirs)
+        want = plain(*theirs)
         loss(want).backward()
         bytes_.append((net.plan.bytes(), ledger.bytes()))
         messages.append((net.plan.messages(), ledger.messages()))
         for i, (a, b) in enumerate(zip(_tensors(have), _tensors(want), strict=True)):
             errors[f"{number} output {i}"] = relative(a, b)
         if input_grad:
-            errors[f"{number} input gradient"] = relative(mine.grad, theirs.grad)
+            for i, (a, b) in enumerate(zip(_tensors(mine), _tensors(theirs), strict=True)):
+                errors[f"{number} input gradient {i}"] = relative(a.grad, b.grad)
         expected = dict(plain.named_parameters())
         assert list(expected) == [name for name, _ in net.named_parameters()]
         for name, parameter in net.named_parameters():
-            grad = expected[name].grad
-            if grad is None or parameter.grad is None:
-                assert grad is None and parameter.grad is None, f"only one of the two has a gradient for {name}"
-                continue
-            errors[f"{number} gradient {name}"] = relative(parameter.grad.full_tensor(), grad)
-        state = plain.state_dict()
-        full = net.full_state_dict()
-        assert list(full) == list(state)
-        for name, value in full.items():
-            errors[f"{number} state {name}"] = relative(value, state[name])
+            have, want = parameter.grad, expected[name].grad
+            assert (have is None) == (want is None), f"gradient of {name}: {have} instead of {want}"
+            if have is not None:
+                errors[f"{number} gradient {name}"] = relative(have.full_tensor(), want)
+            if want is None or not want.any():
+                idle.add(name)
+        errors |= _state_errors(f"{number} state", net, plain)
+    if sgd:
+        losses = [train_steps(module, x, loss, sgd) for module in (net, plain)]
+        for i, (a, b) in enumerate(zip(*losses, strict=True)):
+            errors[f"sgd {i} loss"] = relative(a, b)
+        errors |= _state_errors("sgd state", net, plain)
     return {
         "errors": errors,
         "bytes": bytes_,
         "messages": messages,
         "rows": net.plan.rows,
+        "idle": idle,
         "sum": math.fsum(errors.values()),
     }
 
 
+def draw(shape: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
+    """The arguments of a call, from the shape of the one or the nested shapes of the several."""
+
+    def tensor(sizes: Sequence[Any]) -> Any:
+        if all(isinstance(size, int) for size in sizes):
+            return torch.randn(*sizes, dtype=dtype)
+        return tuple(tensor(each) for each in sizes)
+
+    return (tensor(shape),) if all(isinstance(size, int) for size in shape) else tensor(shape)
+
+
+def train_steps(module: nn.Module, x: tuple[Any, ...], loss: Callable[[Any], Tensor], steps: int) -> list[Tensor]:
+    """The losses of ``steps`` steps of SGD, and the one after them."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9, weight_decay=1e-3)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(loss(module(*x)))
+        losses[-1].backward()
+        optimizer.step()
+    with torch.no_grad():
+        return [*losses, loss(module(*x))]
+
+
+def _state_errors(what: str, net: Any, plain: nn.Module) -> dict[str, float]:
+    have, want = net.full_state_dict(), plain.state_dict()
+    assert list(have) == list(want)
+    return {f"{what} {name}": relative(value, want[name]) for name, value in have.items()}
+
+
 def _tensors(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value.values() if isinstance(value, dict) else value)
+    return list(pytree.tree_leaves(value))
 
 
 def check(
     build: Callable[..., nn.Module],
     grid: str,
-    shapes: Sequence[Sequence[int]],
+    shapes: Sequence[Sequence[Any]],
     *,
     bytes_equal: bool = True,
     **options: Any,

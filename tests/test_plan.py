@@ -229,6 +229,23 @@ def test_groups_need_no_communication(grid: str, groups: int, strategy: str) -> 
         assert row.bytes_forward == row.bytes_backward == 0
 
 
+class Alone(nn.Module):
+    """A list of features that has one entry, as at the start of a dense block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, padding=1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.cat([self.first(x)], 1))
+
+
+def test_a_concatenation_of_one_tensor_moves_nothing() -> None:
+    plan = distfx.plan(Alone(), "c2", (N, 8, H, W))
+    (row,) = (row for row in plan.rows if "alias" in row.op or "cat" in row.op)
+    assert not row.moves and row.layout == "N C/c H W", row
+
+
 def test_samples_are_free_but_for_the_weights() -> None:
     plan = distfx.plan(three(), "n4", (N, 8, H, W))
     assert {row.algorithm for row in plan.rows if row.op.startswith("convolution")} == {"samples"}

@@ -333,8 +333,11 @@ def canonical(graph: Graph, node: Node) -> None:
         node.target, node.args = aten.sum.dim_IntList, (true, arguments(node).get("dim"))
     elif target is aten.type_as.default:
         node.args, node.target = (source, node.meta["dtype"]), aten.to.dtype
-    elif target is aten.concat.default:
-        node.target = aten.cat.default
+    elif target in (aten.cat.default, aten.concat.default):
+        alone = isinstance(source, list | tuple) and len(source) == 1
+        node.target = aten.alias.default if alone else aten.cat.default
+        if alone:
+            node.args, node.kwargs = (source[0],), {}  # type: ignore[index]
     elif target in _CONVOLUTIONS or target in _TRANSPOSED:
         _canonical_convolution(graph, node)
     elif target in _RESHAPES:
