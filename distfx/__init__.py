@@ -16,6 +16,7 @@ from distfx.errors import (
 from distfx.grid import Grid
 from distfx.layout import Layout
 from distfx.ledger import Ledger, record_comm
+from distfx.loss import with_loss
 from distfx.module import ParallelModule
 from distfx.plan import Plan, PlanRow
 from distfx.runtime.launch import init
@@ -39,4 +40,5 @@ __all__ = [
     "parallelize",
     "plan",
     "record_comm",
+    "with_loss",
 ]

@@ -112,6 +112,8 @@ dropout = _symbolic("dropout", "Dropout: equal parts of the mask are drawn alike
 resample = _symbolic("resample", "The block of an interpolation's output that starts at `start`.")
 add_blocks = _symbolic("add_blocks", "A concatenation along a split dim: parts that are zero elsewhere, added.")
 reduce = _symbolic("reduce", "A reduction of a split dim that only small values are sent for.")
+pick_class = _symbolic("pick_class", "At each position the value of the class that the target names.")
+class_weights = _symbolic("class_weights", "At each position the weight of its target's class; zero where ignored.")
 mean = _symbolic("mean", "A sum divided by the global count: over a split dim a partial sum of the mean.")
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from distfx.ops import Nth
+from distfx.passes.losses import split_loss
 from distfx.passes.nodes import arguments, aten
 
 __all__ = ["canonical", "name_after_module"]
@@ -301,6 +302,8 @@ def _is_pure(target: Any) -> bool:
 
 def canonical(graph: Graph, node: Node) -> None:
     """One operator for each idea: ``convolution`` for all convolutions, ``reshape`` for all views, and so on."""
+    if split_loss(graph, node):
+        return
     target = node.target
     source = node.args[0] if node.args else None
     if target is operator.getitem and isinstance(source, Node) and source.target in (*_SPLITS, aten.unbind.int):

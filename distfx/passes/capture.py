@@ -167,12 +167,14 @@ def capture(
     def dims(value: Any) -> Any:
         return (Dim.AUTO,) * value.dim() if isinstance(value, torch.Tensor) else None
 
-    dynamic = {f"arg{i}": pytree.tree_map(dims, v) for i, v in enumerate(examples)}
-    shapes: Any = tuple(dynamic.values()) if not keywords else None
-    if keywords:
-        names = list(_parameters(model))
-        shapes = {name: pytree.tree_map(dims, v) for name, v in zip(names, examples, strict=False)}
-        shapes |= {name: pytree.tree_map(dims, v) for name, v in keywords.items()}
+    try:
+        bound = inspect.signature(model.forward).bind(*examples, **keywords)
+    except TypeError as error:
+        raise CaptureError(_explain(model, examples, error)) from error
+    shapes = {name: pytree.tree_map(dims, value) for name, value in bound.arguments.items()}
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            shapes |= shapes.pop(parameter.name, {})
     with mode.on(model), _silence():
         program = _export(model, examples, keywords, shapes)
     module = program.module(check_guards=False)
@@ -266,10 +268,6 @@ def _silence() -> Iterator[None]:
 def constants_of(arguments: Any) -> tuple[str, ...]:
     """The arguments of a call that are not tensors, as text."""
     return tuple(repr(leaf) for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, torch.Tensor))
-
-
-def _parameters(model: nn.Module) -> list[str]:
-    return list(inspect.signature(model.forward).parameters)
 
 
 def _explain(model: nn.Module, examples: Sequence[Any], error: Exception) -> str:

@@ -268,12 +268,27 @@ class _BatchNorm(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
+def pick_class(values: Tensor, target: Tensor, ignored: int) -> Tensor:
+    """At each position the value of the class (dim 1, or the only one) that ``target`` names; any where ignored."""
+    dim = min(1, values.dim() - 1)
+    index = target.masked_fill(target == ignored, 0).unsqueeze(dim)
+    return values.gather(dim, index).squeeze(dim)
+
+
+def class_weights(target: Tensor, weight: Tensor, ignored: int) -> Tensor:
+    """At each position the weight of the class that ``target`` names; zero where it is ignored."""
+    absent = target == ignored
+    return weight[target.masked_fill(absent, 0)].masked_fill(absent, 0)
+
+
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "add_bias": add_bias,
     "mean": mean,
     "conv_transpose": conv_transpose,
     "avg_pool": avg_pool,
     "add_blocks": add_blocks,
+    "pick_class": pick_class,
+    "class_weights": class_weights,
     "causal_attention": causal_attention,
 }
 """The inserted operators that are local, by name."""

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from distfx import ops
 from distfx.ops import LocalPart
+from distfx.passes.losses import ELEMENTWISE
 from distfx.passes.nodes import arguments, operator_of
 from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, unchanged
 
@@ -28,6 +29,7 @@ _ALSO_POINTWISE = {
     aten.ones_like.default,
     aten.full_like.default,
     aten.lift_fresh_copy.default,
+    *ELEMENTWISE,
 }
 
 
@@ -99,6 +101,29 @@ def _prelu_spec(row: Row, node: Node) -> Spec | None:
 PRELU = Row("prelu", "n c s..., c -> n c s...", unchanged, build=_prelu_spec, cost="nothing")
 
 
+def _pick_spec(row: Row, node: Node) -> Spec | None:
+    """Every position looks up one of its classes."""
+    values, target = node.args[:2]
+    assert isinstance(values, Node) and isinstance(target, Node)
+    every: list[int | None] = list(range(len(node.meta["shape"])))
+    return dims_spec(row, node, [(values, [*every[:1], None, *every[1:]]), (target, every)], every)
+
+
+PICK = Row(
+    "class of a target", "n _ s..., n s... -> n s...", unchanged, build=_pick_spec, cost="classes are gathered if split"
+)
+
+
+def _class_weights_spec(row: Row, node: Node) -> Spec | None:
+    target, weight = node.args[:2]
+    assert isinstance(target, Node) and isinstance(weight, Node)
+    every: list[int | None] = list(range(len(node.meta["shape"])))
+    return dims_spec(row, node, [(target, every), (weight, [None])], every)
+
+
+CLASS_WEIGHTS = Row("weight of a target", "..., _ -> ...", unchanged, build=_class_weights_spec, cost="nothing")
+
+
 def _dropout_spec(row: Row, node: Node) -> Spec | None:
     x = node.args[0]
     assert isinstance(x, Node)
@@ -118,6 +143,8 @@ DROPOUT = Row("dropout", "... -> ...", _local_dropout, build=_dropout_spec, cost
 
 ROWS: dict[Any, Row] = {
     ops.add_bias: BIAS,
+    ops.pick_class: PICK,
+    ops.class_weights: CLASS_WEIGHTS,
     aten.prelu.default: PRELU,
     aten.dropout.default: DROPOUT,
     aten.feature_dropout.default: DROPOUT,
