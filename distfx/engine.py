@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import platform
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,15 @@ from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError
 from distfx.grid import Grid
 from distfx.layout import Layout
 from distfx.passes.bind import Values, bind, match_inputs
-from distfx.passes.capture import Capture, InputSpec, capture, check_supported, constants_of, infer_inputs
+from distfx.passes.capture import (
+    Capture,
+    InputSpec,
+    Mode,
+    capture,
+    check_supported,
+    constants_of,
+    infer_inputs,
+)
 from distfx.passes.compile import Compiled, compile_capture
 from distfx.passes.nodes import describe
 from distfx.passes.planner import Pins
@@ -64,19 +73,19 @@ class Engine:
     ) -> None:
         self.model, self.grid, self.example = model, grid, example
         self.pins, self.outputs, self.strict, self.check = pins, outputs, strict, check
-        self.compiled: dict[bool, list[Compiled]] = {True: [], False: []}
+        self.compiled: dict[Mode, list[Compiled]] = defaultdict(list)
         """For each mode its graph; more than one where the model or an operator branches on sizes."""
-        self.agreed = {True: 0, False: 0}
-        self.ones: dict[tuple[bool, int, frozenset[Any]], bool] = {}
+        self.agreed: dict[Mode, int] = defaultdict(int)
+        self.ones: dict[tuple[Mode, int, frozenset[Any]], bool] = {}
         """Whether a graph is right where these of its sizes are one."""
         self.adopted: dict[str, Layout] = {}
         """How the parallel module holds its parameters and buffers, once it does."""
         self.inferred = False
         """Whether the example was guessed from a linear layer, whose input may have any rank."""
-        self.latest: dict[bool, int] = {True: 0, False: 0}
+        self.latest: dict[Mode, int] = defaultdict(int)
         self.prepared: dict[Any, tuple[int, Runnable]] = {}
         """For each kind of call the number of its graph, and what to run."""
-        self.last: dict[bool, Plan] = {}
+        self.last: dict[Mode, Plan] = {}
         """For each mode the plan at the shape of its last call."""
 
     # ---------------------------------------------------------------------------------------------- compilation
@@ -84,13 +93,13 @@ class Engine:
     @property
     def stored(self) -> dict[str, Layout]:
         """How parameters and buffers are stored: as the first graph that uses them decided."""
-        graphs = [compiled for mode in self.compiled.values() for compiled in mode]
+        graphs = [compiled for made in self.compiled.values() for compiled in made]
         found = {name: layout for compiled in reversed(graphs) for name, layout in compiled.stored.items()}
         return found | self.adopted
 
     def compile(
         self,
-        training: bool,
+        mode: Mode,
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -100,9 +109,9 @@ class Engine:
 
         ``another``: one more, for inputs such as ``args``, which the graphs there are do not fit.
         """
-        graphs = self.compiled[training]
+        graphs = self.compiled[mode]
         if another or not graphs:
-            captured = self._capture(training, args, kwargs, follow=another)
+            captured = self._capture(mode, args, kwargs, follow=another)
             if captured is None:
                 return None
             compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, self.stored)
@@ -113,30 +122,30 @@ class Engine:
 
     def compile_together(
         self,
-        training: bool,
+        mode: Mode,
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         *,
         another: bool = False,
     ) -> Compiled | None:
         """As :meth:`compile`, on all ranks; raises on all of them if any fails or has another graph."""
-        if self.agreed[training] and not another:
-            return self.compiled[training][0]
+        if self.agreed[mode] and not another:
+            return self.compiled[mode][0]
         compiled, problem = None, None
         try:
-            compiled = self.compile(training, args, kwargs, another=another)
+            compiled = self.compile(mode, args, kwargs, another=another)
         except Exception as error:
             problem = error
         agree_on_outcome(self.grid.size, problem)
         if compiled is not None:
             agree(self.grid.size, "models", self._fingerprint(compiled))
-            self.agreed[training] += 1
+            self.agreed[mode] += 1
             if compiled.decisions.whole and self.grid.rank == 0:
                 warnings.warn(_fallback_text(compiled), FallbackWarning, stacklevel=6)
         return compiled
 
     def _capture(
-        self, training: bool, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, follow: bool
+        self, mode: Mode, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, follow: bool
     ) -> Capture | None:
         """Capture a mode with the user's example, the arguments of this call, or what the first layer tells."""
         batch = max(2, 2 * self.grid.axes.get("n", 1))
@@ -148,13 +157,13 @@ class Engine:
                 self.model,
                 pytree.tree_map(like, tuple(example)),
                 pytree.tree_map(like, dict(kwargs or {})),
-                training=training,
+                training=mode,
                 batch=batch,
             )
-        check_supported(self.model, training)
+        check_supported(self.model, mode)
         for attempt in infer_inputs(self.model, batch):
             try:
-                captured = capture(self.model, attempt, training=training, batch=batch)
+                captured = capture(self.model, attempt, training=mode, batch=batch)
             except CaptureError:
                 continue
             self.example, self.inferred = attempt, len(attempt[0].shape) == 2
@@ -164,7 +173,7 @@ class Engine:
     def _like(self) -> Callable[[Any], Any]:
         """From an input to an example for the original model: on its device, in its dtype, whatever became of ours."""
         parameter = next(self.model.parameters(), None)
-        graphs = [compiled for mode in self.compiled.values() for compiled in mode]
+        graphs = [compiled for made in self.compiled.values() for compiled in made]
         typed = {s.dtype for s in graphs[0].capture.inputs if s.dtype.is_floating_point} if graphs else set()
 
         def example(value: Any) -> Any:
@@ -188,21 +197,21 @@ class Engine:
         lines += [f"{node.format_node()} {node.meta.get('layout')}" for node in compiled.module.graph.nodes]
         return "\n".join(lines)
 
-    def present(self, training: bool) -> Compiled:
+    def present(self, mode: Mode) -> Compiled:
         """The rewritten graph of a mode, that of the last call, for looking at."""
-        compiled = self.compile(training)
+        compiled = self.compile(mode)
         if compiled is None:
             raise DistfxError(
                 "the model's input could not be told from its first layer, so its graph is made at the first call: "
                 "call it once, or give example_inputs=(x,) to parallelize."
             )
-        return self.compiled[training][self.latest[training]]
+        return self.compiled[mode][self.latest[mode]]
 
     # --------------------------------------------------------------------------------------------------- calls
 
     def prepare(
         self,
-        training: bool,
+        mode: Mode,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
@@ -212,31 +221,31 @@ class Engine:
 
         ``ready`` gives the parameters and buffers; it is called once the graph is known.
         """
-        key = (*self._signature(training, tensors), *constants_of((args, kwargs)))
+        key = (*self._signature(mode, tensors), *constants_of((args, kwargs)))
         agree(self.grid.size, "inputs", "\n".join(key))
-        self.compile_together(training, args, kwargs)
-        parameters = ready(self.compiled[training][0])
-        local = self._agree_on_parts(self.compiled[training][0], tensors)
+        self.compile_together(mode, args, kwargs)
+        parameters = ready(self.compiled[mode][0])
+        local = self._agree_on_parts(self.compiled[mode][0], tensors)
         state = tuple((p.requires_grad, p.dtype) for p in parameters.values())
-        entry = (training, key, tuple(local), state)
+        entry = (mode, key, tuple(local), state)
         if entry not in self.prepared:
-            number, specs, values = self._fit(training, args, kwargs, tensors, ready)
-            compiled = self.compiled[training][number]
+            number, specs, values = self._fit(mode, args, kwargs, tensors, ready)
+            compiled = self.compiled[mode][number]
             inputs = {s.name: t.requires_grad for s, t in zip(specs, tensors, strict=True)}
             given = {s.name for s, is_local in zip(specs, local, strict=True) if is_local}
             runnable = self._bind(compiled, values, given, inputs, ready(compiled))
             self.prepared[entry] = (number, runnable)
         number, runnable = self.prepared[entry]
-        self.latest[training], self.last[training] = number, runnable.plan
+        self.latest[mode], self.last[mode] = number, runnable.plan
         return (
-            self.compiled[training][number],
+            self.compiled[mode][number],
             runnable,
             [_plain(t, own) for t, own in zip(tensors, local, strict=True)],
         )
 
     def _fit(
         self,
-        training: bool,
+        mode: Mode,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
@@ -247,7 +256,7 @@ class Engine:
         problem: SizeError | None = None
         values: Values = {}
         for attempt in range(2):
-            for number, compiled in enumerate(self.compiled[training]):
+            for number, compiled in enumerate(self.compiled[mode]):
                 if compiled.capture.constants != constants_of((args, kwargs)):
                     continue
                 specs = _retyped(compiled, ready(compiled))
@@ -257,36 +266,36 @@ class Engine:
                     problem = problem or error
                     continue
                 self._check_batch(specs, tensors)
-                if compiled.capture.holds(values) and self._holds_for_ones(training, number, values, args, kwargs):
+                if compiled.capture.holds(values) and self._holds_for_ones(mode, number, values, args, kwargs):
                     return number, specs, values
             if attempt == 0:  # the model, or an operator, does something else for such sizes
                 try:
-                    self.compile_together(training, args, kwargs, another=True)
+                    self.compile_together(mode, args, kwargs, another=True)
                 except CaptureError:
                     if problem is not None:
                         raise problem from None
                     if values:  # names the layer
-                        bind(self.compiled[training][0].module, values, self.grid.at(self.grid.rank))
+                        bind(self.compiled[mode][0].module, values, self.grid.at(self.grid.rank))
                     raise
         raise DistfxError(f"no graph of {type(self.model).__name__} could be captured that holds for {shapes}")
 
     def _holds_for_ones(
-        self, training: bool, number: int, values: Values, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, mode: Mode, number: int, values: Values, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> bool:
         """Whether a graph is right where sizes are one: export takes for granted that a symbolic size is not.
 
         Found out once for each set of such sizes, by a capture at just these: it must make the same calls.
         """
         ones = frozenset(symbol for symbol, value in values.items() if value == 1)
-        known = self.ones.get((training, number, ones))
+        known = self.ones.get((mode, number, ones))
         if not ones or known is not None:
             return known is not False
         like = self._like()
         example = pytree.tree_map(like, tuple(args)), pytree.tree_map(like, dict(kwargs))
-        same = self.compiled[training][number].capture.same_calls(
-            capture(self.model, *example, training=training, batch=0), values
+        same = self.compiled[mode][number].capture.same_calls(
+            capture(self.model, *example, training=mode, batch=0), values
         )
-        self.ones[training, number, ones] = same
+        self.ones[mode, number, ones] = same
         return same
 
     def ordered(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,11 +315,10 @@ class Engine:
                 dist.broadcast(seed, src=0)
         return int(seed)
 
-    def _signature(self, training: bool, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    def _signature(self, mode: Mode, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """What must be the same on all ranks in each call, one fact a line."""
-        mode = f"{'train' if training else 'eval'}, gradients {'on' if torch.is_grad_enabled() else 'off'}"
         return (
-            mode,
+            f"{mode.describe(self.model)}, gradients {'on' if torch.is_grad_enabled() else 'off'}",
             *(
                 f"input {i}: {tuple(t.shape)} {t.dtype}, requires_grad={t.requires_grad}"
                 f"{f', DTensor {t.placements}' if isinstance(t, DTensor) else ''}"

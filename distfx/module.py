@@ -16,6 +16,7 @@ from distfx.engine import Engine
 from distfx.grid import Grid
 from distfx.layout import Layout
 from distfx.passes.bind import bind
+from distfx.passes.capture import Mode
 from distfx.passes.compile import Compiled, PassRecord
 from distfx.passes.readable import readable
 from distfx.plan import Plan
@@ -44,6 +45,9 @@ class ParallelModule(nn.Module):
     _slots: dict[str, tuple[dict[str, Any], str]]
     """Where each parameter, buffer and constant lies: ``.to()`` and optimizers may replace them."""
 
+    _mirrors: tuple[nn.Module, ...]
+    """For each module of the model, in the order of ``model.modules()``, the one here that stands for it."""
+
     _aliases: dict[str, list[str]]
     """For each name all names of the same tensor."""
 
@@ -52,10 +56,36 @@ class ParallelModule(nn.Module):
         self._engine = engine
         self._slots = {}
         self._aliases = {}
-        self.training = engine.model.training
-        compiled = engine.compile_together(self.training)
+        self._mirror(engine.model)
+        compiled = engine.compile_together(self._mode)
         if compiled is not None:
             self._adopt(compiled)
+
+    # --------------------------------------------------------------------------------------------------- modes
+
+    def _mirror(self, model: nn.Module) -> None:
+        """A module for each of the model's, of the same name and mode; parameters and buffers come later."""
+        made: dict[nn.Module, nn.Module] = {model: self}
+        for path, module in model.named_modules(remove_duplicate=False):
+            if path:
+                owner, _, leaf = path.rpartition(".")
+                parent = made[model.get_submodule(owner)]
+                parent._modules[leaf] = made.setdefault(module, nn.Module())
+        self._mirrors = tuple(made[module] for module in model.modules())
+        Mode.of(model).set(self._mirrors)
+
+    @property
+    def _mode(self) -> Mode:
+        return Mode(tuple(module.training for module in self._mirrors))
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """As the model's own ``train`` does it: one that keeps a part frozen does so here."""
+        model = self._engine.model
+        with Mode.of(model).on(model):
+            model.train(mode)
+            now = Mode.of(model)
+        now.set(self._mirrors)
+        return self
 
     # ---------------------------------------------------------------------------------------------- parameters
 
@@ -65,8 +95,6 @@ class ParallelModule(nn.Module):
             model, grid = self._engine.model, self.grid
             made: dict[int, Any] = {}
             persistent = set(model.state_dict(keep_vars=True))
-            for path, _ in model.named_modules(remove_duplicate=False):
-                self._owner(path.split(".") if path else [])
             parameters = model.named_parameters(remove_duplicate=False)
             entries = [*parameters, *model.named_buffers(remove_duplicate=False)]
             names: dict[int, list[str]] = {}
@@ -96,20 +124,12 @@ class ParallelModule(nn.Module):
         known = [alias for alias in self._aliases.get(name, [name]) if alias in stored]
         return stored[known[0]] if known else Layout.replicated(value.dim())
 
-    def _owner(self, path: Sequence[str]) -> nn.Module:
-        """The module at ``path``, made where it is not there yet."""
-        owner: nn.Module = self
-        for part in path:
-            child = owner._modules.get(part)
-            if child is None:
-                child = owner._modules[part] = nn.Module()
-            owner = child
-        return owner
-
     def _register(self, name: str, value: Any, *, persistent: bool) -> None:
         """Put a tensor where the original model has it, so that names and state dict keys are the same."""
         *path, leaf = name.split(".")
-        owner = self._owner(path)
+        owner: Any = self
+        for part in path:  # not by attribute: a layer may be called ``plan``
+            owner = owner._modules[part]
         store: dict[str, Any] = owner._parameters if isinstance(value, nn.Parameter) else owner._buffers
         store[leaf] = value
         if not isinstance(value, nn.Parameter) and not persistent:
@@ -122,7 +142,7 @@ class ParallelModule(nn.Module):
         """As the model's own: plain tensors are global, the same on all ranks; DTensors are sharded already."""
         kwargs = self._engine.ordered(kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        compiled, runnable, inputs = self._engine.prepare(self.training, args, kwargs, tensors, self._adopt)
+        compiled, runnable, inputs = self._engine.prepare(self._mode, args, kwargs, tensors, self._adopt)
         tensors_now = {name: owner[leaf] for name, (owner, leaf) in self._slots.items()}
         gradients = Gradients(tensors_now, runnable.buckets, self._engine.draw_seed(compiled))
         results = runnable.run(gradients, *inputs)
@@ -138,12 +158,12 @@ class ParallelModule(nn.Module):
     @property
     def graph_module(self) -> GraphModule:
         """The rewritten graph of the present mode, for every shape: ``node.meta["layout"]``, ``node.meta["shape"]``."""
-        return self._engine.present(self.training).module
+        return self._engine.present(self._mode).module
 
     @property
     def passes(self) -> list[PassRecord]:
         """What each pass of the compiler did."""
-        return self._engine.present(self.training).passes
+        return self._engine.present(self._mode).passes
 
     def print_readable(self, print_output: bool = True) -> str:
         """Print the rewritten graph with layouts, algorithms and the source lines of the model; returns the text."""
@@ -157,9 +177,9 @@ class ParallelModule(nn.Module):
     def plan(self) -> Plan:
         """The plan of the present mode: at the shape of the last call, or of the example before the first."""
         engine = self._engine
-        compiled = engine.present(self.training)
-        if self.training in engine.last:
-            return engine.last[self.training]
+        compiled = engine.present(mode := self._mode)
+        if mode in engine.last:
+            return engine.last[mode]
         place = self.grid.at(self.grid.rank)
         bound = bind(compiled.module, dict(compiled.capture.hints), place)
         trained = {name: parameter.requires_grad for name, parameter in engine.model.named_parameters()}
@@ -167,7 +187,7 @@ class ParallelModule(nn.Module):
 
     def input_slices(self, index: int, shape: Sequence[int]) -> tuple[slice, ...]:
         """This rank's part of the ``index``-th input of global ``shape``: for h5py, zarr, numpy."""
-        compiled = self._engine.present(self.training)
+        compiled = self._engine.present(self._mode)
         layout = self._engine.input_layout(compiled, compiled.capture.inputs[index].name)
         return self._slices(layout, shape)
 
@@ -184,13 +204,13 @@ class ParallelModule(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state dict with whole plain tensors: what the original model loads. All ranks must call it."""
-        self._engine.present(self.training)
+        self._engine.present(self._mode)
         with _quiet_redistribution():
             return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in self.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load DTensors of any grid, or whole plain tensors, under the original model's keys."""
-        self._engine.present(self.training)
+        self._engine.present(self._mode)
         own = self.state_dict()
         ready: dict[str, Any] = {}
         for name, value in state_dict.items():

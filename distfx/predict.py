@@ -130,13 +130,31 @@ def gradient_buckets(
 ) -> list[Bucket]:
     """The buckets in which the gradients of a graph's parameters are reduced; ``dtypes`` as they are now."""
     now = dtypes or {}
-    wanted = []
+    wanted, owned = [], set()
+    live = _lead_to_outputs(bound)
     for node in _in_order_of_use(bound):
-        if trained.get(str(node.target)):
+        if trained.get(str(node.target)) and node in live:
+            owned |= {str(node.target)} if _has_own_gradient(node) else set()
             axes = tuple(axis for axis in grid.axes if axis in node.meta["layout"].varying)
             dtype = now.get(str(node.target), node.meta["dtype"])
             wanted.append((str(node.target), axes, _nbytes(node), dtype))
-    return make_buckets(wanted, grid)
+    return make_buckets(wanted, grid, owned)
+
+
+def _lead_to_outputs(bound: Bound) -> set[Node]:
+    """The nodes that some output depends on in a way that has gradients."""
+    graph = bound.module.graph
+    live = {graph.output_node()}
+    for node in reversed(graph.nodes):
+        if node in live and node.target not in _CONSTANT:
+            live.update(node.all_input_nodes)
+    return live
+
+
+def _has_own_gradient(node: Node) -> bool:
+    """Whether a parameter's gradient is a new tensor: that of the weight of one convolution is."""
+    user = next(iter(node.users))
+    return len(node.users) == 1 and user.target is aten.convolution.default and user.all_input_nodes[1:2] == [node]
 
 
 def plan_of(

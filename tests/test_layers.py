@@ -661,3 +661,115 @@ def accumulated(grid: str) -> dict[str, float]:
 def test_gradients_accumulate(world: int, grid: str) -> None:
     for errors in run(world, accumulated, grid):
         assert max(errors.values()) < 1e-10, errors
+
+
+# --------------------------------------------------------------------------------------------------- tokens
+
+
+class Tokens(nn.Module):
+    """Attention over space: rows of tokens stay where they are, keys and values are gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+        self.norm = nn.LayerNorm(8)
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        n, c, h, w = x.shape
+        t = self.norm(x.flatten(2).transpose(1, 2))
+        t = t + F.scaled_dot_product_attention(self.q(t), self.k(t), self.v(t))
+        return self.head(t.transpose(1, 2).reshape(n, c, h, w))
+
+
+class Shuffled(nn.Module):
+    """What follows a pixel shuffle works on rows in pairs, until a convolution wants single ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(2, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(F.pixel_shuffle(self.up(x), 2)) * 2)
+
+
+@pytest.mark.parametrize("model", [Tokens, Shuffled])
+@on("h2", "h3", "w2", "n2h2", "c2h2")
+def test_granules(world: int, grid: str, model: type[nn.Module]) -> None:
+    check(model, grid, [(4, 3, 10, 9), (2, 3, 7, 8)])
+
+
+def test_queries_stay_split() -> None:
+    rows = {row.node: row for row in distfx.plan(Tokens(), "h2", (4, 3, 10, 9)).rows}
+    attention = rows["scaled_dot_product_attention"]
+    assert attention.layout == "N C/h[W] W"
+    assert [move.split("(")[0] for move in attention.moves] == ["all_gather", "all_gather"]
+
+
+# ---------------------------------------------------------------------------------------------------- modes
+
+
+class Frozen(nn.Module):
+    """Features without gradients, a norm that is kept in eval mode, a head whose output nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.body, self.other = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            x = self.features(x)
+            scale = x.square().mean(dim=(1, 2, 3), keepdim=True)
+        y = self.norm(self.body(x)) / scale
+        return y, self.other(y)
+
+
+def first(y: Any) -> Tensor:
+    return y[0].square().sum()
+
+
+@on("n2", "c2", "h2", "n2h2")
+def test_parts_without_gradient(world: int, grid: str) -> None:
+    check(Frozen, grid, [(4, 3, 8, 9)], loss=first, bytes_equal=False, input_grad=False)
+
+
+def modes(grid: str) -> list[float]:
+    torch.manual_seed(0)
+    model = Frozen().double()
+    plain = copy.deepcopy(model)
+    net = distfx.parallelize(model, grid)
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    errors = []
+
+    def compare() -> None:
+        errors.append(relative(net(x)[0], plain(x)[0]))
+        state = plain.state_dict()
+        errors.extend(relative(value, state[name]) for name, value in net.full_state_dict().items())
+
+    compare()
+    for module in (net, plain):
+        module.train()
+    compare()
+    for module in (net, plain):
+        module.norm.train()  # one module by itself
+    compare()
+    for module in (net, plain):
+        module.eval()
+    compare()
+    assert all(module.training for module in model.modules() if module is not model.norm), (
+        "the model itself was touched"
+    )
+    return errors
+
+
+@on("n2", "h2", "c2")
+def test_every_module_has_its_mode(world: int, grid: str) -> None:
+    for errors in run(world, modes, grid):
+        assert max(errors) < 1e-10

@@ -53,7 +53,7 @@ def match_inputs(
     """
     values: Values = {}
     if len(specs) != len(shapes):
-        raise DistfxError(f"the model takes {len(specs)} tensors, but was called with {len(shapes)}")
+        raise SizeError(f"the model takes {len(specs)} tensors, but was called with {len(shapes)}")
     for spec, shape, dtype in zip(specs, shapes, dtypes, strict=True):
         expected = f"({', '.join(map(show, spec.shape))})"
         if len(shape) != len(spec.shape):
@@ -122,7 +122,7 @@ def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str]
                 continue
             if isinstance(move, Exchange):
                 move = replace(move, extent=evaluate(move.extent, values), target=_numbered(move.target, values))
-            elif isinstance(move, Slice):
+            if isinstance(move, Slice):
                 move = replace(move, unit=evaluate(move.unit, values))
             layout = node.meta.get("part", source.meta["layout"])
             part = _local(layout, shape, grid) if "part" in node.meta else source.meta["local"]

@@ -12,7 +12,7 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ from distfx.passes.nodes import aten
 from distfx.passes.writes import functional, same_tensor, writes
 from distfx.symbolic import Size, evaluate_shape, size_of
 
-__all__ = ["Capture", "InputSpec", "capture", "infer_inputs"]
+__all__ = ["Capture", "InputSpec", "Mode", "capture", "infer_inputs"]
 
 
 @dataclass(frozen=True)
@@ -108,24 +108,57 @@ def _enlarged(value: Any, batch: int) -> Any:
 # ------------------------------------------------------------------------------------------------- capture
 
 
-@contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in train or eval mode; as it is where it is in that mode already (a frozen part stays frozen)."""
-    before = {module: module.training for module in model.modules()}
-    if model.training != training:
-        model.train(training)
-    try:
-        yield
-    finally:
-        for module, flag in before.items():
+@dataclass(frozen=True)
+class Mode:
+    """Which modules of a model are in train mode, in the order of ``model.modules()``."""
+
+    flags: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, training: bool | None = None) -> Mode:
+        """As the model is; or all in one mode, if it is not in that one already (a frozen part stays frozen)."""
+        if training is None or training == model.training:
+            return cls(tuple(module.training for module in model.modules()))
+        return cls(tuple(training for _ in model.modules()))
+
+    @property
+    def training(self) -> bool:
+        return self.flags[0]
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        """The model in this mode."""
+        before = Mode.of(model)
+        self.set(model.modules())
+        try:
+            yield
+        finally:
+            before.set(model.modules())
+
+    def set(self, modules: Iterable[nn.Module]) -> None:
+        for module, flag in zip(modules, self.flags, strict=True):
             module.training = flag
+
+    def describe(self, model: nn.Module) -> str:
+        """``train`` or ``eval``, and what is not."""
+        others = [
+            path for (path, _), flag in zip(model.named_modules(), self.flags, strict=True) if flag != self.training
+        ]
+        name = "train" if self.training else "eval"
+        return f"{name} but for {', '.join(others)}" if others else name
 
 
 def capture(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, training: bool, batch: int = 2
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    training: bool | Mode,
+    batch: int = 2,
 ) -> Capture:
     """Capture ``model`` in train or eval mode. The model is left as it was. ``batch=0``: sizes of one stay one."""
-    check_supported(model, training)
+    mode = training if isinstance(training, Mode) else Mode.of(model, training)
+    check_supported(model, mode)
     leading = [v.shape[0] for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and v.dim()]
     batch = batch if all(size == 1 for size in leading) else 0  # otherwise a leading one is there to broadcast
     examples = tuple(pytree.tree_map(lambda v: _enlarged(v, batch), tuple(args)))
@@ -140,23 +173,73 @@ def capture(
         names = list(_parameters(model))
         shapes = {name: pytree.tree_map(dims, v) for name, v in zip(names, examples, strict=False)}
         shapes |= {name: pytree.tree_map(dims, v) for name, v in keywords.items()}
-    with _mode(model, training), _silence():
-        try:
-            program = torch.export.export(model, examples, keywords, dynamic_shapes=shapes, strict=False)
-        except Exception as error:
-            raise CaptureError(_explain(model, examples, error)) from error
+    with mode.on(model), _silence():
+        program = _export(model, examples, keywords, shapes)
     module = program.module(check_guards=False)
-    result = _normalise(module, program, training)
+    _inline(module)
+    result = _normalise(module, program, mode.training)
     result.constants = constants_of((examples, keywords))
     result.module.graph.lint()
     return result
 
 
-def check_supported(model: nn.Module, training: bool) -> None:
+def _export(model: nn.Module, examples: tuple[Any, ...], keywords: dict[str, Any], shapes: Any) -> Any:
+    """The model exported with every size a symbol; if that fails, for these sizes alone: others get their own."""
+    try:
+        return torch.export.export(model, examples, keywords, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        try:
+            return torch.export.export(model, examples, keywords, strict=False)
+        except Exception:
+            raise CaptureError(_explain(model, examples, error)) from error
+
+
+def _inline(module: GraphModule) -> None:
+    """Regions ``with torch.no_grad()`` become part of the graph, with results that have no gradient."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        name = str(node.target)
+        if "wrap_with_autocast" in name and node.args[2]:
+            raise CaptureError(
+                f"the model uses torch.autocast inside of forward ({node.meta.get('stack_trace') or 'no source'}): put "
+                "it around the call of the parallel module instead"
+            )
+        if not any(word in name for word in ("wrap_with_set_grad_enabled", "wrap_with_autocast")):
+            continue
+        number = next(i for i, a in enumerate(node.args) if isinstance(a, Node) and a.op == "get_attr")
+        source: Any = node.args[number]
+        inner = getattr(module, str(source.target))
+        _inline(inner)
+        values = dict(zip(inner.graph.find_nodes(op="placeholder"), node.args[number + 1 :], strict=True))
+        detach = "set_grad" in name and not node.args[0]
+        with graph.inserting_before(node):
+            for old in inner.graph.nodes:
+                if old.op == "get_attr":
+                    value = getattr(inner, str(old.target))
+                    if isinstance(value, torch.Tensor):
+                        module.register_buffer(f"{source.target}_{old.target}", value, persistent=False)
+                    values[old] = graph.get_attr(f"{source.target}_{old.target}")
+                    values[old].meta = dict(old.meta)
+                elif old.op == "call_function":
+                    values[old] = graph.node_copy(old, values.__getitem__)
+            results = [values[result] for result in inner.graph.output_node().args[0]]
+            for i, result in enumerate(results):
+                if detach and isinstance(result.meta.get("val"), torch.Tensor):
+                    results[i] = graph.call_function(aten.detach.default, (result,))
+                    results[i].meta = dict(result.meta)
+        for part in list(node.users):
+            part.replace_all_uses_with(results[part.args[1]])
+            graph.erase_node(part)
+        graph.erase_node(node)
+        if not source.users:
+            graph.erase_node(source)
+
+
+def check_supported(model: nn.Module, mode: Mode) -> None:
     """Raise for what no capture can follow, whatever the input."""
-    for path, module in model.named_modules():
+    for (path, module), training in zip(model.named_modules(), mode.flags, strict=True):
         cumulative = isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
-        if cumulative and training and module.training and module.track_running_stats:
+        if cumulative and training and module.track_running_stats:
             raise CaptureError(
                 f"{path or 'the model'} is a {type(module).__name__} with momentum=None (a cumulative average), whose "
                 "factor depends on values at run time. Give it a number, such as momentum=0.1."
@@ -166,7 +249,8 @@ def check_supported(model: nn.Module, training: bool) -> None:
 @contextmanager
 def _silence() -> Iterator[None]:
     """A capture that fails is reported by the error alone; that sizes of one are fixed is meant where it happens."""
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "_export.non_strict_utils")]
+    names = ("_subclasses.fake_tensor", "_export.non_strict_utils", "fx.experimental.symbolic_shapes")
+    loggers = [logging.getLogger(f"torch.{name}") for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from distfx import ops
 from distfx.layout import Layout
 from distfx.moves import AllGather, Move, Slice
-from distfx.passes.planner import Decision, Decisions, follow_layout, project, storage_layout, with_units
+from distfx.passes.planner import Decision, Decisions, follow_layout, project, storage_layout
 from distfx.passes.route import Border, route
 from distfx.passes.rules import aten, spec_of
 
@@ -43,8 +43,7 @@ def split_bias(module: GraphModule, plan: Decisions, sizes: dict[str, int], stor
         plan.nodes[node] = replace(decision, needs=kept, spec=replace(spec, operands=spec.operands[: len(kept)]))
         bias_spec = spec_of(added)
         assert bias_spec is not None
-        bias_spec = with_units(bias_spec, 0, decision.result)
-        axes = follow_layout(bias_spec, 0, decision.result, sizes)
+        bias_spec, axes = follow_layout(bias_spec, 0, decision.result, sizes)
         projected = project(bias_spec, axes, sizes)
         assert projected is not None
         needs, result = projected

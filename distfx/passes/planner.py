@@ -31,7 +31,7 @@ from distfx.passes.rule import Spec
 from distfx.passes.rules import draws, spec_of
 from distfx.symbolic import Size, evaluate, evaluate_shape, product
 
-__all__ = ["ALGORITHMS", "Decision", "Decisions", "Pins", "decide", "follow_layout", "project", "with_units"]
+__all__ = ["ALGORITHMS", "Decision", "Decisions", "Pins", "decide", "follow_layout", "project"]
 
 Assignment = dict[str, tuple[str, ...]]
 """The axes of each factor, major first."""
@@ -89,7 +89,7 @@ class Decisions:
 
 
 def project(
-    spec: Spec, axes: Assignment, sizes: Mapping[str, int], values: Mapping[sympy.Symbol, int] | None = None
+    spec: Spec, axes: Assignment, sizes: Mapping[str, int]
 ) -> tuple[tuple[tuple[Node, Layout], ...], Layout] | None:
     """The layouts of the operands and of the result (with its partial sums), or ``None`` where it is not legal."""
     used = [axis for group in axes.values() for axis in group]
@@ -129,25 +129,15 @@ def _splits(
         window = spec.windows.get((operand, major)) if word.window and operand is not None else None
         if window and window.trivial and extent == spec.extents[major]:
             window = None
-        unit = _granule(_unit(spec, factors), spec.extents[major], axes[major], sizes)
+        unit = product(spec.extents[f] for f in minor)
+        if major not in spec.units:
+            unit = _granule(unit, spec.extents[major], axes[major], sizes)
+        elif window:
+            return None  # windows speak of single positions
+        else:
+            unit = unit * spec.units[major]
         dims.append(Split(axes[major], unit, window))
     return tuple(dims)
-
-
-def _unit(spec: Spec, factors: Sequence[str]) -> Size:
-    """What stays whole of a dim that is split by the first of its factors."""
-    return spec.units.get(factors[0], 1) * product(spec.extents[f] for f in factors[1:])
-
-
-def with_units(spec: Spec, operand: int, layout: Layout) -> Spec:
-    """The spec whose factors come in the granules that ``layout`` has for an operand."""
-    kept = {factor for _, factor in spec.windows} | ({"c", "k", "g"} if spec.row.anchor else set())
-    units = {
-        word.factors[0]: split.unit
-        for word, split in zip(spec.operands[operand][1], layout.dims, strict=True)
-        if len(word.factors) == 1 and word.factors[0] not in kept and split.unit != 1
-    }
-    return replace(spec, units=units) if units else spec
 
 
 def _granule(unit: Size, count: Size, axes: Sequence[str], sizes: Mapping[str, int]) -> Size:
@@ -156,19 +146,27 @@ def _granule(unit: Size, count: Size, axes: Sequence[str], sizes: Mapping[str, i
     return 1 if isinstance(count, int) and count % ranks == 0 else unit
 
 
-def follow_layout(spec: Spec, operand: int, layout: Layout, sizes: Mapping[str, int]) -> Assignment:
-    """The assignment that keeps one operand where it is, as far as the rule allows."""
+def follow_layout(spec: Spec, operand: int, layout: Layout, sizes: Mapping[str, int]) -> tuple[Spec, Assignment]:
+    """The assignment that keeps one operand where it is, as far as the rule allows; the spec with its granules."""
     _, words = spec.operands[operand]
     axes: Assignment = {}
+    units: dict[str, Size] = {}
     for word, split in zip(words, layout.dims, strict=True):
         factors = [f for f in word.factors if spec.extents.get(f) != 1] or list(word.factors[-1:])
         if not split.axes or not factors or factors[0] in axes:
             continue
-        if split.unit == _granule(_unit(spec, factors), spec.extents[factors[0]], split.axes, sizes):
+        unit = product(spec.extents[f] for f in factors[1:])
+        if split.unit == _granule(unit, spec.extents[factors[0]], split.axes, sizes):
             axes[factors[0]] = split.axes
+        elif len(factors) == 1 and not any(is_channel_axis(axis) for axis in split.axes):
+            axes[factors[0]], units[factors[0]] = split.axes, split.unit
+    spec = replace(spec, units=units)
+    if axes and project(spec, axes, sizes) is None:
+        one_less = ({f: a for f, a in axes.items() if f != factor} for factor in reversed(axes))
+        axes = next((fewer for fewer in one_less if project(spec, fewer, sizes) is not None), axes)
     while axes and project(spec, axes, sizes) is None:
         axes.popitem()
-    return axes
+    return replace(spec, units={factor: unit for factor, unit in units.items() if factor in axes}), axes
 
 
 # ------------------------------------------------------------------------------------------------ candidates
@@ -199,10 +197,11 @@ def _channel_options(spec: Spec, channel: Sequence[str], layout: Layout) -> Iter
 
 def _anchored(
     spec: Spec, layouts: Mapping[Node, Layout], sizes: Mapping[str, int], pin: str
-) -> Iterator[tuple[str, Assignment]]:
+) -> Iterator[tuple[str, Spec, Assignment]]:
     """The strategies of a convolution or linear layer: samples and space split wherever they can be."""
     x = spec.operands[0][0]
-    base = {f: a for f, a in follow_layout(spec, 0, layouts[x], sizes).items() if f not in ("c", "k", "g")}
+    spec, followed = follow_layout(spec, 0, layouts[x], sizes)
+    base = {f: a for f, a in followed.items() if f not in ("c", "k", "g")}
     base = {f: kept for f, a in base.items() if (kept := tuple(axis for axis in a if not is_channel_axis(axis)))}
     taken = {axis for group in base.values() for axis in group}
     for axis in sizes:
@@ -226,7 +225,7 @@ def _anchored(
         useful = [(name, option) for name, option in options if name != "stationary-w" or len(channel) == 2]
         options = [(n, o) for n, o in useful if n != "replicated" and fits(o)] or [(n, o) for n, o in useful if ranks]
     for name, option in options:
-        yield name, base | option
+        yield name, spec, base | option
 
 
 # ------------------------------------------------------------------------------------------------- decisions
@@ -326,19 +325,17 @@ def _decide_node(
     if spec is None:
         return _whole(node, layouts)
     if spec.row.anchor:
-        spec = with_units(spec, 0, layouts[spec.operands[0][0]])
-        candidates = [(spec, name, axes) for name, axes in _anchored(spec, layouts, sizes, pin)]
+        candidates = list(_anchored(spec, layouts, sizes, pin))
     else:
-        specs = [
-            (i, with_units(spec, i, layouts[operand]))
+        candidates = [
+            ("", *follow_layout(spec, i, layouts[operand], sizes))
             for i, (operand, _) in enumerate(spec.operands)
             if operand.op != "get_attr"
         ]
-        candidates = [(s, "", follow_layout(s, i, layouts[s.operands[i][0]], sizes)) for i, s in specs]
-        candidates = candidates or [(spec, "", {})]
-        candidates += [(s, "", lean) for s, _, axes in candidates if (lean := _without_windows(s, axes)) != axes]
+        candidates = candidates or [("", spec, {})]
+        candidates += [("", s, lean) for _, s, axes in candidates if (lean := _without_windows(s, axes)) != axes]
     best: tuple[float, Decision] | None = None
-    for spec, name, axes in candidates:
+    for name, spec, axes in candidates:
         projected = project(spec, axes, sizes)
         if projected is None:
             continue
@@ -417,6 +414,10 @@ def _cost(
         after = route(decision.raw, decision.result, shape)
         sent += estimate(after, decision.raw, shape, sizes)
         moves += len(after)
+    if not spec.row.anchor:  # what is whole here will be split again, whose adjoint is a gather
+        held = {axis for operand, _ in decision.needs for axis in plan.layouts[operand].split_axes}
+        lost = math.prod(sizes[axis] for axis in held - {axis for group in decision.axes.values() for axis in group})
+        sent += math.prod(shape) * (1 - 1 / lost)
     work = float(math.prod(max(1, evaluate(size, hints)) for size in spec.extents.values()))
     if spec.row.anchor and spec.row.name != "linear":
         work *= math.prod(spec.operands[1][0].meta["shape"][2:])

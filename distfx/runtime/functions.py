@@ -6,7 +6,8 @@ gradient comes back, ``begin`` waits for it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from distfx.runtime.transport import Pending
 
 __all__ = ["RunMove", "begin", "finish"]
 
+T = TypeVar("T")
+
 
 class RunMove:
     """A bound move with its segment: a callable on local tensors."""
@@ -34,13 +37,17 @@ class RunMove:
     def __call__(self, x: Tensor) -> Tensor:
         return _Whole.apply(x, self)
 
-    def start(self, half: Half, x: Tensor, phase: str) -> Pending:
+    def start(self, half: Half, x: Tensor, phase: str) -> Pending[Tensor]:
         """Start one half, and enter it into the ledger."""
-        ledger.record(self.node, self.__name__, half.axes, phase, half.sent_bytes(x.element_size()), half.messages)
-        with During(self.__name__, self.node, self.path, self.segment, phase):
-            return start(half, x, self.segment)
+        return self.begin(half, phase, x.element_size(), lambda: start(half, x, self.segment))
 
-    def wait(self, pending: Pending, phase: str) -> Tensor:
+    def begin(self, half: Half, phase: str, itemsize: int, action: Callable[[], Pending[T]]) -> Pending[T]:
+        """Start one half by ``action``, and enter it into the ledger."""
+        ledger.record(self.node, self.__name__, half.axes, phase, half.sent_bytes(itemsize), half.messages)
+        with During(self.__name__, self.node, self.path, self.segment, phase):
+            return action()
+
+    def wait(self, pending: Pending[T], phase: str) -> T:
         """The result of a half that was started."""
         with During(self.__name__, self.node, self.path, self.segment, phase):
             return pending.wait()
@@ -66,7 +73,7 @@ class _Whole(torch.autograd.Function):
 class _Token:
     """What the two parts of a split move have in common: whatever is in flight, forward or backward."""
 
-    pending: Pending | None = None
+    pending: Pending[Tensor] | None = None
 
     def take(self, run: RunMove, phase: str) -> Tensor:
         assert self.pending is not None, "a move was finished that was not begun"

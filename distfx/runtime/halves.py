@@ -24,10 +24,10 @@ from distfx.runtime.transport import (
 )
 from distfx.schedule import Message
 
-__all__ = ["start"]
+__all__ = ["pack", "place", "start"]
 
 
-class _InFlight(Pending):
+class _InFlight(Pending[Tensor]):
     """Waits for all works, then runs ``finish``, which gives the result. Holds every buffer until then."""
 
     def __init__(self, works: list[Work], finish: Callable[[], Tensor], buffers: list[Tensor]) -> None:
@@ -42,35 +42,35 @@ class _InFlight(Pending):
 
 
 @singledispatch
-def start(half: Half, x: Tensor, segment: Segment) -> Pending:
+def start(half: Half, x: Tensor, segment: Segment) -> Pending[Tensor]:
     """Start ``half`` on the local tensor ``x``."""
     raise TypeError(f"no way to run {type(half).__name__}")
 
 
 @start.register
-def _(half: Nothing, x: Tensor, segment: Segment) -> Pending:
+def _(half: Nothing, x: Tensor, segment: Segment) -> Pending[Tensor]:
     return Ready(x)
 
 
 @start.register
-def _(half: Masked, x: Tensor, segment: Segment) -> Pending:
+def _(half: Masked, x: Tensor, segment: Segment) -> Pending[Tensor]:
     return Ready(x if half.keep else torch.zeros_like(x))
 
 
 @start.register
-def _(half: Take, x: Tensor, segment: Segment) -> Pending:
+def _(half: Take, x: Tensor, segment: Segment) -> Pending[Tensor]:
     return Ready(x.narrow(half.dim, half.lo, half.after[half.dim]))
 
 
 @start.register
-def _(half: Put, x: Tensor, segment: Segment) -> Pending:
+def _(half: Put, x: Tensor, segment: Segment) -> Pending[Tensor]:
     result = empty_like(half.after, x).zero_()
     result.narrow(half.dim, half.lo, half.before[half.dim]).copy_(x)
     return Ready(result)
 
 
 @start.register
-def _(half: Reduce, x: Tensor, segment: Segment) -> Pending:
+def _(half: Reduce, x: Tensor, segment: Segment) -> Pending[Tensor]:
     result = x.clone(memory_format=torch.contiguous_format)
     return _InFlight([all_reduce(segment, result)], lambda: result, [result])
 
@@ -83,7 +83,7 @@ def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(positions, device=device)
 
 
-def _pack(x: Tensor, dim: int, message: Message) -> Tensor:
+def pack(x: Tensor, dim: int, message: Message) -> Tensor:
     """The positions of ``message`` as one contiguous tensor; without a copy where they lie so."""
     if message.runs is None:
         assert message.positions is not None
@@ -93,7 +93,7 @@ def _pack(x: Tensor, dim: int, message: Message) -> Tensor:
     return torch.cat([x.narrow(dim, *run) for run in message.runs], dim)
 
 
-def _place(result: Tensor, dim: int, message: Message, value: Tensor, *, add: bool) -> None:
+def place(result: Tensor, dim: int, message: Message, value: Tensor, *, add: bool) -> None:
     """Write ``value`` to the positions of ``message`` in ``result``, or add it there."""
     if message.runs is None:
         assert message.positions is not None
@@ -118,31 +118,31 @@ def _landing(result: Tensor, dim: int, message: Message) -> tuple[Tensor, bool]:
 
 
 @start.register
-def _(half: Along, x: Tensor, segment: Segment) -> Pending:
+def _(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
     if _even_gather(half, segment) and has_native_gather(segment, x):
         return _native_scatter(half, x, segment) if half.adjoint else _native_gather(half, x, segment)
     return _turned(half, x, segment) if half.adjoint else _straight(half, x, segment)
 
 
-def _straight(half: Along, x: Tensor, segment: Segment) -> Pending:
+def _straight(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
     plan, dim = half.schedule, half.dim
     if (run := plan.local_run) is not None:
         return Ready(x if run == (0, x.shape[dim]) else x.narrow(dim, *run))
     result = empty_like(half.after, x)
-    sends = [(peer, _pack(x, dim, message)) for peer, message in plan.send] if half.messages else []
+    sends = [(peer, pack(x, dim, message)) for peer, message in plan.send] if half.messages else []
     landings = [(peer, message, *_landing(result, dim, message)) for peer, message in plan.receive]
     receives = [(peer, buffer) for peer, _, buffer, _ in landings] if result.numel() else []
     works = send_receive(segment, sends, receives)
     for source, target in [plan.keep] if plan.keep[0].length else []:
-        value = x.narrow(dim, *source.runs[0]) if source.runs and len(source.runs) == 1 else _pack(x, dim, source)
-        _place(result, dim, target, value, add=False)
+        value = x.narrow(dim, *source.runs[0]) if source.runs and len(source.runs) == 1 else pack(x, dim, source)
+        place(result, dim, target, value, add=False)
     if plan.fill.length:
         _fill(result, dim, plan.fill, half.fill)
 
     def finish() -> Tensor:
         for _, message, buffer, direct in landings:
             if not direct:
-                _place(result, dim, message, buffer, add=False)
+                place(result, dim, message, buffer, add=False)
         return result
 
     return _InFlight(works, finish, [x, result, *(t for _, t in sends), *(t for _, t in receives)])
@@ -160,12 +160,12 @@ def _fill(result: Tensor, dim: int, message: Message, value: float) -> None:
         result.narrow(dim, *run).fill_(value)
 
 
-def _turned(half: Along, x: Tensor, segment: Segment) -> Pending:
+def _turned(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
     """The adjoint: what was received goes back and is added where it came from."""
     plan, dim = half.schedule, half.dim
     if (run := plan.local_run) is not None:
         return Ready(x if run == (0, plan.owned) else _padded(half, x, run[0]))
-    sends = [(peer, _pack(x, dim, message)) for peer, message in plan.receive] if half.messages else []
+    sends = [(peer, pack(x, dim, message)) for peer, message in plan.receive] if half.messages else []
     shape = (*half.after[:dim], 0, *half.after[dim + 1 :])
     receives = []
     for peer, message in plan.send:
@@ -178,11 +178,11 @@ def _turned(half: Along, x: Tensor, segment: Segment) -> Pending:
     else:
         result = empty_like(half.after, x).zero_()
         if source.length:
-            _place(result, dim, source, _pack(x, dim, target), add=True)
+            place(result, dim, source, pack(x, dim, target), add=True)
 
     def finish() -> Tensor:
         for (_, message), (_, buffer) in zip(plan.send, receives, strict=True):
-            _place(result, dim, message, buffer, add=True)
+            place(result, dim, message, buffer, add=True)
         return result
 
     return _InFlight(works, finish, [x, *(t for _, t in sends)])
@@ -210,14 +210,14 @@ def _even_gather(half: Along, segment: Segment) -> bool:
     )
 
 
-def _native_gather(half: Along, x: Tensor, segment: Segment) -> Pending:
+def _native_gather(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
     part = x.contiguous()
     gathered = torch.empty((segment.size, *part.shape), dtype=x.dtype, device=x.device)
     work = all_gather_even(segment, gathered, part)
     return _InFlight([work], lambda: gathered.movedim(0, half.dim).reshape(half.after), [part, gathered])
 
 
-def _native_scatter(half: Along, x: Tensor, segment: Segment) -> Pending:
+def _native_scatter(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
     parts = x.unflatten(half.dim, (segment.size, half.schedule.owned)).movedim(half.dim, 0).contiguous()
     result = torch.empty(half.after, dtype=x.dtype, device=x.device)
     work = reduce_scatter_even(segment, result, parts)
@@ -228,7 +228,7 @@ def _native_scatter(half: Along, x: Tensor, segment: Segment) -> Pending:
 
 
 @start.register
-def _(half: Transpose, x: Tensor, segment: Segment) -> Pending:
+def _(half: Transpose, x: Tensor, segment: Segment) -> Pending[Tensor]:
     result = empty_like(half.after, x)
     sends, receives, places = [], [], []
     for peer in range(segment.size):

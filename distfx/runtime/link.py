@@ -18,6 +18,7 @@ from distfx.grid import Grid, Segment
 from distfx.moves import BoundMove, Half
 from distfx.runtime.failure import During
 from distfx.runtime.functions import RunMove
+from distfx.runtime.halo_conv import HaloConvolution
 from distfx.runtime.halves import start
 from distfx.runtime.kernels import KERNELS as PLAIN
 from distfx.runtime.kernels import BatchNorm, Zero
@@ -70,6 +71,9 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
         gradients = graph.placeholder("gradients")
     _share_results(graph)
     for node in list(graph.nodes):
+        if node.op == "call_function" and (halo := _own_halo(node)) is not None:
+            _fuse(node, halo, grid)
+    for node in list(graph.nodes):
         if node.op == "get_attr":
             continue
         if node.op == "call_function":
@@ -112,16 +116,48 @@ def _share_results(graph: Graph) -> None:
             node.target, node.args, node.kwargs = operator.getitem, (every, part.index), {}
 
 
+def _own_halo(node: Node) -> Node | None:
+    """The halo exchange just before a convolution and for it alone: the two may become one kernel.
+
+    A matter of the graph, not of this rank's part, and nothing communicates in between: on every rank alike.
+    """
+    source = node.args[0] if node.args else None
+    if node.target is not aten.convolution.default or not isinstance(source, Node) or source.target is not ops.halo:
+        return None
+    between = source.next
+    while between is not node and between.op == "get_attr":
+        between = between.next
+    alone = list(source.users) == [node] and node.all_input_nodes.count(source) == 1
+    return source if alone and between is node and not node.args[6] else None
+
+
+def _fuse(node: Node, halo: Node, grid: Grid) -> None:
+    run = _run_move(halo, grid)
+    _, weight, bias, stride, padding, dilation, _, _, groups = node.args
+    assert isinstance(weight, Node)
+    taps = weight.meta["local"][2:]
+    empty = node.meta["local"] if _is_empty(node) else None
+    node.target = HaloConvolution(run, taps, stride, padding, dilation, groups, empty)  # type: ignore[arg-type]
+    node.args = (halo.args[0], weight, bias)
+    halo.graph.erase_node(halo)
+
+
+def _run_move(node: Node, grid: Grid) -> RunMove:
+    bound = node.meta["bound"]
+    name: str = node.target.__name__  # type: ignore[union-attr]
+    return RunMove(bound, grid.segment(bound.forward.axes), node.meta["owner"], name, node.meta.get("path"))
+
+
 def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
     bound = node.meta.get("bound")
+    if isinstance(node.target, HaloConvolution):
+        return
     if node.target is ops.refresh:
         assert isinstance(bound, BoundMove)
         node.target = Refresh(bound, grid.segment(bound.forward.axes), node.meta["owner"], node.meta.get("path"))
         node.kwargs = {}
     elif isinstance(bound, BoundMove):
-        name: str = node.target.__name__  # type: ignore[union-attr]
-        node.target = RunMove(bound, grid.segment(bound.forward.axes), node.meta["owner"], name, node.meta.get("path"))
-        node.kwargs = {}
+        node.target, node.kwargs = _run_move(node, grid), {}
     elif node.target in (ops.batch_norm, ops.norm, ops.reduce):
         kwargs: dict[str, Any] = dict(node.kwargs)
         kinds: dict[Any, Any] = {ops.batch_norm: BatchNorm, ops.norm: Norm, ops.reduce: Reduction}

@@ -10,7 +10,7 @@ accumulation and ``autograd.grad`` therefore see finished gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,8 @@ class Bucket:
     names: tuple[str, ...]
     segment: Segment
     label: str
+    owned: bool = False
+    """Whether the gradients are new tensors of which nobody else holds any part, so that they may be written."""
 
     def during(self) -> During:
         """The reduction, for a message about its failure: named after the first and last parameter."""
@@ -95,13 +97,14 @@ class _Flight:
         self.work: Work | None = None
         self.flat: Tensor | None = None
 
-    def start(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Start summing ``grads``; gives views of the buffer in which the sums will be."""
+    def start(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Start summing gradients, of those parameters that have one; gives views of the buffer of the sums."""
         segment = self.bucket.segment
-        if segment.size == 1:
-            return tuple(grads)
+        grads = [grad for grad in given if grad is not None]
+        if segment.size == 1 or not grads:
+            return tuple(given)
         if len(grads) == 1 and grads[0].is_contiguous():
-            self.flat = grads[0].clone()
+            self.flat = grads[0] if self.bucket.owned else grads[0].clone()
         else:
             self.flat = torch.cat([grad.reshape(-1) for grad in grads])
         sent = ledger.allreduce_bytes(self.flat.numel() * self.flat.element_size(), segment.size)
@@ -110,8 +113,8 @@ class _Flight:
         with self.bucket.during():
             self.work = all_reduce(segment, self.flat)
         sizes = [grad.numel() for grad in grads]
-        parts = self.flat.reshape(-1).split(sizes)
-        return tuple(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
+        parts = iter(self.flat.reshape(-1).split(sizes))
+        return tuple(None if grad is None else next(parts).view(grad.shape) for grad in given)
 
     def wait(self) -> None:
         if self.work is not None:
@@ -126,19 +129,20 @@ class _Late(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *params: DTensor) -> tuple[Tensor, ...]:
         ctx.flight = flight
+        ctx.set_materialize_grads(False)  # a parameter that took no part has no gradient, as on one device
         ctx.specs = [(p.device_mesh, p.placements, p.shape, p.stride()) for p in params]
         return tuple(p.to_local().detach() for p in params)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
         ctx.flight.wait()
         result: list[DTensor | None] = []
         for grad, (mesh, placed, shape, stride), needed in zip(grads, ctx.specs, ctx.needs_input_grad[1:], strict=True):
-            whole = (
-                DTensor.from_local(grad, mesh, placed, run_check=False, shape=shape, stride=stride) if needed else None
-            )
-            result.append(whole)
+            if grad is None or not needed:
+                result.append(None)
+                continue
+            result.append(DTensor.from_local(grad, mesh, placed, run_check=False, shape=shape, stride=stride))
         return (None, *result)
 
 
@@ -148,11 +152,12 @@ class _Early(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.flight = flight
+        ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, *ctx.flight.start(grads))
 
 
@@ -189,11 +194,15 @@ class Gradients:
 
 
 def make_buckets(
-    wanted: Sequence[tuple[str, tuple[str, ...], int, torch.dtype]], grid: Grid, limit: int = BUCKET_BYTES
+    wanted: Sequence[tuple[str, tuple[str, ...], int, torch.dtype]],
+    grid: Grid,
+    owned: Collection[str] = (),
+    limit: int = BUCKET_BYTES,
 ) -> list[Bucket]:
     """Group parameters ``(name, axes of the sum, local bytes, dtype)``, in order of use, into buckets.
 
-    Backward meets them in reverse, so grouping starts from the end; only neighbours of one segment and dtype share.
+    ``owned``: those whose gradients may be written (see :class:`Bucket`). Backward meets parameters in reverse, so
+    grouping starts from the end; only neighbours of one segment and dtype share.
     """
     groups: list[tuple[tuple[str, ...], torch.dtype, list[str], int]] = []
     open_groups: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
@@ -205,6 +214,6 @@ def make_buckets(
         axes, dtype, names, total = groups[at]
         groups[at] = (axes, dtype, [*names, name], total + nbytes)
     return [
-        Bucket(tuple(reversed(names)), grid.segment(axes), f"gradients[{number}]")
+        Bucket(tuple(reversed(names)), grid.segment(axes), f"gradients[{number}]", all(n in owned for n in names))
         for number, (axes, _, names, _) in enumerate(groups)
     ]

@@ -8,7 +8,7 @@ ones (NCCL) and the parts are even.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch import Tensor
 from distfx.grid import Segment
 
 __all__ = ["Pending", "Ready", "Work", "all_reduce", "has_native_gather", "send_receive"]
+
+
+T = TypeVar("T")
 
 
 class Work(Protocol):
@@ -41,14 +44,14 @@ class Message:
             raise
 
 
-class Pending:
+class Pending(Generic[T]):
     """A communication in flight. ``wait`` finishes it and gives its result."""
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         raise NotImplementedError
 
 
-class Ready(Pending):
+class Ready(Pending[Tensor]):
     """A result that needed no communication."""
 
     def __init__(self, result: Tensor) -> None:
@@ -102,10 +105,20 @@ def reduce_scatter_even(segment: Segment, result: Tensor, parts: Tensor) -> Work
     return dist.reduce_scatter_single(result, parts, group=segment.group, async_op=True)
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x``, copied if it has gaps or an order that kernels would copy it out of."""
+    last = _CHANNELS_LAST.get(x.dim())
+    if x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last)):
+        return x
+    return empty_like(x.shape, x).copy_(x)
+
+
 def empty_like(shape: Sequence[int], like: Tensor) -> Tensor:
     """An uninitialised tensor of ``shape`` in the memory format of ``like`` (channels_last is kept)."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    memory_format = formats.get(len(shape))
+    memory_format = _CHANNELS_LAST.get(len(shape))
     last = memory_format is not None and like.shape[1] > 1 and like.stride(1) == 1 and like.stride(-1) > 1
     if last:  # by its strides: a part of a channels_last tensor is not dense
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=memory_format)
