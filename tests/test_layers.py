@@ -587,6 +587,26 @@ def test_weight_norm(world: int, grid: str) -> None:
     check(Normalized, grid, [(2, 3, 6, 5)])
 
 
+class Reparametrised(nn.Module):
+    """Norms of weights, as parametrizations and as hooks: the power iteration of a spectral norm writes buffers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        make = getattr(nn.utils.parametrizations, name[4:]) if name.startswith("new_") else getattr(nn.utils, name)
+        self.first = make(nn.Conv2d(3, 4, 3, padding=1))
+        self.last = make(nn.Conv2d(4, 4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", ["weight_norm", "new_spectral_norm", "spectral_norm"])
+@on("c2", "h2", "n2c2")
+def test_norms_of_weights(world: int, grid: str, name: str, train: bool) -> None:
+    check(Reparametrised, grid, [(2, 3, 6, 5)], kwargs={"name": name}, train=train, steps=2)
+
+
 def frozen(grid: str, names: tuple[str, ...]) -> dict[str, float]:
     """The errors of a model some of whose parameters need no gradient; one that has a gradient all the same is 1."""
     torch.manual_seed(5)

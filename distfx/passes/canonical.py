@@ -97,7 +97,7 @@ def _permutation(node: Node) -> list[int]:
         moved = {to % rank: at % rank for at, to in zip(*pairs, strict=True)}
         rest = iter(dim for dim in order if dim not in moved.values())
         return [moved[i] if i in moved else next(rest) for i in order]
-    if node.target is aten.mT.default:
+    if node.target in (aten.mT.default, aten.matrix_H.default):
         return [*order[:-2], rank - 1, rank - 2]
     a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
     order[a], order[b] = order[b], order[a]
@@ -110,6 +110,7 @@ _TRANSPOSITIONS = {
     aten.swapdims.default,
     aten.t.default,
     aten.mT.default,
+    aten.matrix_H.default,
     aten.movedim.int,
     aten.movedim.intlist,
 }
@@ -311,7 +312,7 @@ def canonical(graph: Graph, node: Node) -> None:
     elif target is operator.getitem and isinstance(source, Node) and _is_pure(source.target):
         index: Any = node.args[1]
         node.target, node.args, node.kwargs = Nth(source.target, index), source.args, source.kwargs  # type: ignore[arg-type]
-    elif target in _TRANSPOSITIONS:
+    elif target in _TRANSPOSITIONS and not (target is aten.matrix_H.default and node.meta["dtype"].is_complex):
         node.args, node.target = (source, _permutation(node)), aten.permute.default
     elif target in (aten.expand.default, aten.expand_as.default):
         node.args, node.kwargs, node.target = (source, list(node.meta["shape"])), {}, aten.expand.default

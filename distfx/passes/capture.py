@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from distfx.errors import CaptureError
 from distfx.passes.canonical import canonical, name_after_module
 from distfx.passes.nodes import aten
-from distfx.passes.writes import functional, same_tensor, writes
+from distfx.passes.writes import functional, results_apart, same_tensor, writes
 from distfx.symbolic import Size, evaluate_shape, size_of
 
 __all__ = ["Capture", "InputSpec", "Mode", "capture", "infer_inputs"]
@@ -179,6 +179,7 @@ def capture(
         program = _export(model, examples, keywords, shapes)
     module = program.module(check_guards=False)
     _inline(module)
+    results_apart(module.graph)
     result = _normalise(module, program, mode.training)
     result.constants = constants_of((examples, keywords))
     result.module.graph.lint()

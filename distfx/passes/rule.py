@@ -41,7 +41,7 @@ class Spec:
     inside: frozenset[str] = frozenset()
     """The factors whose reduction the operator completes itself: over their axes the result is the same everywhere."""
     units: Mapping[str, Size] = field(default_factory=dict)
-    """The granules of factors along which an operand comes in granules: tokens by whole rows of an image."""
+    """The granules in which factors are split, where an operand comes so: tokens ``H*W`` by rows of ``W``."""
 
     def spatial(self) -> tuple[str, ...]:
         """The factors of the result's spatial dims, in order."""

@@ -6,12 +6,12 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from distfx.errors import CaptureError
 from distfx.passes.nodes import aten, describe
 
-__all__ = ["functional", "same_tensor", "writes"]
+__all__ = ["functional", "results_apart", "same_tensor", "writes"]
 
 
 def _gives_view(node: Node) -> bool:
@@ -57,6 +57,28 @@ def _seen_elsewhere(write: Node) -> bool:
                 found.append(user)
     splits = {node for node in aliases if node in parts}
     return any(place[user] > place[write] for alias in aliases - own - splits for user in alias.users)
+
+
+def results_apart(graph: Graph) -> None:
+    """``f(x, out=y)`` becomes ``f(x)`` and a copy into ``y``."""
+    for node in list(graph.nodes):
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or "out" not in node.kwargs:
+            continue
+        names = [argument.name for argument in target._schema.arguments if argument.name != "out"]
+        plain = [getattr(target.overloadpacket, name) for name in target.overloadpacket.overloads()]
+        fitting = [
+            op for op in plain if [a.name for a in op._schema.arguments] == names and not op._schema.is_mutable
+            and [a.type for a in op._schema.arguments] == [a.type for a in target._schema.arguments][: len(names)]
+        ]  # fmt: skip
+        if not fitting:
+            continue
+        place = node.kwargs["out"]
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "out"}
+        node.target = fitting[0]
+        with graph.inserting_after(node):
+            copy = graph.call_function(aten.copy_.default, (place, node))
+        copy.meta = dict(node.meta)
 
 
 def functional(node: Node, old: Node) -> Node | None:
