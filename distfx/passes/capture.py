@@ -163,10 +163,13 @@ def check_supported(model: nn.Module, training: bool) -> None:
             )
 
 
+_NOISY = ("_subclasses.fake_tensor", "_export.non_strict_utils", "fx.experimental.symbolic_shapes")
+
+
 @contextmanager
 def _silence() -> Iterator[None]:
     """A capture that fails is reported by the error alone; that sizes of one are fixed is meant where it happens."""
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "_export.non_strict_utils")]
+    loggers = [logging.getLogger(f"torch.{name}") for name in _NOISY]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
