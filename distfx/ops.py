@@ -85,6 +85,7 @@ conv_transpose = _symbolic("conv_transpose", "The block of a transposed convolut
 avg_pool = _symbolic("avg_pool", "The block of an average pooling's output, dividing by global window counts.")
 norm = _symbolic("norm", "Standardise with statistics of the whole tensor, scale and shift.")
 dropout = _symbolic("dropout", "Dropout: equal parts of the mask are drawn alike, others independently.")
+draw = _symbolic("draw", "Random numbers: equal parts are drawn alike, others independently.")
 resample = _symbolic("resample", "The block of an interpolation's output that starts at `start`.")
 add_blocks = _symbolic("add_blocks", "A concatenation along a split dim: parts that are zero elsewhere, added.")
 mean = _symbolic("mean", "A sum divided by the global count: over a split dim a partial sum of the mean.")

@@ -35,6 +35,7 @@ _RESHAPES = {
     aten.squeeze.dims,
     aten.unsqueeze.default,
 }
+_NEW = {aten.new_empty.default: aten.empty.memory_format}
 _DROPOUTS = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
 
 
@@ -148,6 +149,9 @@ def canonical(graph: Graph, node: Node) -> None:
         _shuffle(graph, node)
     elif target is aten.stack.default:
         _stacked(graph, node)
+    elif target in _NEW:
+        words = {"dtype": node.meta["dtype"], **{key: value for key, value in node.kwargs.items() if value is not None}}
+        node.target, node.args, node.kwargs = _NEW[target], (list(node.meta["shape"]),), words
     elif target is aten.type_as.default:
         node.args, node.target = (source, node.meta["dtype"]), aten.to.dtype
     elif target in (aten.cat.default, aten.concat.default):

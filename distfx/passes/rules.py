@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from distfx.passes.rows import contract, norm, pointwise, pool, reduce, resample, shape
+from distfx.passes.rows import contract, norm, pointwise, pool, random, reduce, resample, shape
 from distfx.passes.rows.contract import CONVOLUTION, TRANSPOSED
 from distfx.passes.rows.pointwise import POINTWISE, is_pointwise, is_random
 from distfx.passes.rule import Call, Row, Site, Spec, aten
@@ -23,6 +23,7 @@ TABLE: dict[Any, Row | Callable[[Node], Row | None]] = {
     **norm.ROWS,
     **pointwise.ROWS,
     **pool.ROWS,
+    **random.ROWS,
     **reduce.ROWS,
     **resample.ROWS,
     **shape.ROWS,
