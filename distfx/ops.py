@@ -109,6 +109,7 @@ max_pool_index = _symbolic(
 causal_attention = _symbolic("causal_attention", "Attention of the queries from `start` on to all before them.")
 norm = _symbolic("norm", "Standardise with statistics of the whole tensor, scale and shift.")
 dropout = _symbolic("dropout", "Dropout: equal parts of the mask are drawn alike, others independently.")
+draw = _symbolic("draw", "Random numbers: equal parts are drawn alike, others independently.")
 resample = _symbolic("resample", "The block of an interpolation's output that starts at `start`.")
 add_blocks = _symbolic("add_blocks", "A concatenation along a split dim: parts that are zero elsewhere, added.")
 reduce = _symbolic("reduce", "A reduction of a split dim that only small values are sent for.")

@@ -366,6 +366,64 @@ def test_dropout(grid: str, features: bool) -> None:
     assert torch.allclose(bias, y.sum((0, 2, 3)))
 
 
+class Depth(nn.Module):
+    """Stochastic depth as libraries write it, or noise: on top of ones, so that what was drawn can be read off."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.conv, self.kind = nn.Conv2d(3, 4, 1), kind
+        nn.init.zeros_(self.conv.weight)
+        nn.init.ones_(self.conv.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        shape = (y.shape[0], 1, 1, 1)
+        if self.kind == "empty":
+            return y * torch.empty(shape, dtype=y.dtype, device=y.device).bernoulli_(0.5).div_(0.5)
+        if self.kind == "new_empty":
+            return y * y.new_empty(shape).bernoulli_(0.5)
+        if self.kind == "rand":
+            return y * torch.floor(0.5 + torch.rand(shape, dtype=y.dtype, device=y.device))
+        return y + torch.randn_like(y)
+
+
+def drawn(grid: str, kind: str) -> list[Tensor]:
+    net = distfx.parallelize(Depth(kind), distfx.Grid.parse(grid))
+    x, results = torch.ones(12, 3, 6, 6), []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        state = torch.default_generator.get_state()
+        results.append(net(x).detach())
+        after = torch.default_generator.get_state()
+        torch.manual_seed(seed)
+        torch.randint(2**62, (1,))  # the seed of the pass is all that is taken from the generator
+        assert not torch.equal(state, after) and torch.equal(after, torch.default_generator.get_state())
+    net.zero_grad()
+    y = net(x)
+    y.sum().backward()
+    return [*results, y.detach(), dict(net.named_parameters())["conv.bias"].grad.full_tensor()]
+
+
+@pytest.mark.parametrize("kind", ["empty", "new_empty", "rand", "randn_like"])
+@pytest.mark.parametrize("grid", ["n2", "c2", "h2", "c2h2"])
+def test_random_numbers(grid: str, kind: str) -> None:
+    """Replicas draw alike, shards independently, each pass anew, and all of it follows from the seed."""
+    results = run(ranks_of(grid), drawn, grid, kind)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), "replicas drew differently"
+    first, second, again, y, bias = results[0]
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    if kind == "randn_like":
+        assert abs(float(first.mean()) - 1) < 0.2 and abs(float(first.std()) - 1) < 0.2
+        halves = {"n": first.chunk(2, 0), "c": first.chunk(2, 1), "h": first.chunk(2, 2)}
+        assert all(not torch.equal(*halves[axis]) for axis in grid if axis.isalpha()), "shards drew the same"
+        assert torch.equal(bias, torch.full((4,), 12.0 * 36))
+    else:
+        assert torch.equal(first, first[:, :1, :1, :1].expand_as(first)), "a sample is kept or dropped as a whole"
+        assert {float(v) for v in first.unique()} == {0.0, 2.0 if kind == "empty" else 1.0}
+        assert torch.allclose(bias, y.sum((0, 2, 3)))
+
+
 class Gated(nn.Module):
     """Squeeze-excite with an in-place activation, and a gate by channel."""
 

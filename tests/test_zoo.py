@@ -55,7 +55,7 @@ ZOO: list[tuple[str, str, tuple[int, ...], str]] = [
     ),
     *((name, f"torchvision.models.video.{name}(num_classes=5)", (2, 3, 4, 32, 32), TWO) for name in ("r3d_18", "s3d")),
     ("monai UNet", MONAI.format("UNet(3, 1, 2, (8, 16, 32), (2, 2), num_res_units=2)"), VOLUME, ALL + " d2"),
-    ("monai SegResNet", MONAI.format("SegResNet(3, 8, 1, 2, blocks_down=(1, 2, 2))"), VOLUME, TWO),
+    ("monai SegResNet", MONAI.format("SegResNet(3, 8, 1, 2, blocks_down=(1, 2, 2), blocks_up=(1, 1))"), VOLUME, TWO),
     (
         "monai DynUNet",
         MONAI.format("DynUNet(3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[8, 16, 32], res_block=True)"),
@@ -120,7 +120,7 @@ def build(text: str) -> nn.Module:
         importlib.import_module(".".join(where.split(".")[:depth]))
     model: nn.Module = eval(text, {package: importlib.import_module(package), "nn": nn})
     for module in model.modules():
-        for name in ("p", "drop_prob", "drop_rate", "dropout"):
+        for name in ("p", "drop_prob", "drop_rate", "dropout", "drop_connect_rate"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model

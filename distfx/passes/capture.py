@@ -249,11 +249,13 @@ def check_supported(model: nn.Module, mode: Mode) -> None:
             )
 
 
+_NOISY = ("_subclasses.fake_tensor", "_export.non_strict_utils", "fx.experimental.symbolic_shapes")
+
+
 @contextmanager
 def _silence() -> Iterator[None]:
     """A capture that fails is reported by the error alone; that sizes of one are fixed is meant where it happens."""
-    names = ("_subclasses.fake_tensor", "_export.non_strict_utils", "fx.experimental.symbolic_shapes")
-    loggers = [logging.getLogger(f"torch.{name}") for name in names]
+    loggers = [logging.getLogger(f"torch.{name}") for name in _NOISY]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

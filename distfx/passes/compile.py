@@ -46,7 +46,7 @@ class Compiled:
     @cached_property
     def random(self) -> bool:
         """Whether it draws random numbers."""
-        return any(node.target is ops.dropout for node in self.module.graph.nodes)
+        return any(node.target in (ops.dropout, ops.draw) for node in self.module.graph.nodes)
 
     @cached_property
     def stored(self) -> dict[str, Layout]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import Node
 
 from distfx.passes.nodes import operator_of
-from distfx.passes.rows import contract, index, norm, pointwise, pool, reduce, resample, shape
+from distfx.passes.rows import contract, index, norm, pointwise, pool, random, reduce, resample, shape
 from distfx.passes.rows.contract import CONVOLUTION, TRANSPOSED
 from distfx.passes.rows.pointwise import POINTWISE, draws, is_pointwise
 from distfx.passes.rule import Call, Choice, Row, Site, Spec, aten
@@ -36,6 +36,7 @@ TABLE: dict[Any, Row | Choice] = {
     **norm.ROWS,
     **pointwise.ROWS,
     **pool.ROWS,
+    **random.ROWS,
     **reduce.ROWS,
     **resample.ROWS,
     **shape.ROWS,

@@ -9,9 +9,13 @@ import torch
 from torch.fx import Graph, Node
 
 from distfx.errors import CaptureError
-from distfx.passes.nodes import aten, describe
+from distfx.passes.nodes import arguments, aten, describe
 
 __all__ = ["functional", "results_apart", "same_tensor", "writes"]
+
+
+_WITHOUT_NAMESAKE = {aten.bernoulli_.float: aten.bernoulli.p, aten.normal_.default: aten.normal_functional.default}
+"""Operators that write in place, and whose functional form has another name."""
 
 
 def _gives_view(node: Node) -> bool:
@@ -101,6 +105,9 @@ def functional(node: Node, old: Node) -> Node | None:
         return None
     packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
     overload = getattr(packet, target._overloadname, None) if packet is not None else None
+    if target in _WITHOUT_NAMESAKE:  # the two have the same arguments, but not the same defaults
+        overload, given = _WITHOUT_NAMESAKE[target], arguments(node)
+        node.args = tuple(given[a.name] for a in target._schema.arguments if not a.kwarg_only)
     if overload is None or _seen_elsewhere(old):
         raise CaptureError(
             f"{describe(node)}: {target} writes in place into a tensor that is read elsewhere, which distfx cannot "

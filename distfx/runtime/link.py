@@ -25,7 +25,7 @@ from distfx.runtime.kernels import BatchNorm, Zero
 from distfx.runtime.norm import Norm
 from distfx.runtime.parameters import Bucket, Gradients
 from distfx.runtime.pool import adaptive_pool, max_pool_index
-from distfx.runtime.random import Dropout
+from distfx.runtime.random import Draw, Dropout
 from distfx.runtime.reduce import Reduction
 from distfx.runtime.resample import resample
 
@@ -167,6 +167,10 @@ def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
     elif node.target is ops.dropout:
         node.target = Dropout(node.name, **node.kwargs)  # type: ignore[arg-type]
         node.args, node.kwargs = (gradients, *node.args), {}
+    elif node.target is ops.draw:
+        kwargs = dict(node.kwargs)
+        node.target = Draw(node.name, kwargs.pop("operator"), kwargs.pop("part"))
+        node.args, node.kwargs = (gradients, *node.args), kwargs
     elif getattr(node.target, "__name__", None) in KERNELS and node.target is ops.inserted(node.target.__name__):  # type: ignore[union-attr]
         node.target = KERNELS[node.target.__name__]
     elif node.target is not operator.getitem and _is_empty(node):

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from distfx.runtime.parameters import Gradients
 
-__all__ = ["Dropout"]
+__all__ = ["Draw", "Dropout"]
+
+
+def _seed(gradients: Gradients, node: str, part: int) -> int:
+    text = f"{gradients.seed} {node} {part}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 class Dropout:
@@ -25,9 +30,30 @@ class Dropout:
         self.__name__ = "dropout"
 
     def __call__(self, gradients: Gradients, x: Tensor) -> Tensor:
-        text = f"{gradients.seed} {self.node} {self.part}"
-        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-        generator = torch.Generator(x.device).manual_seed(seed)
+        generator = torch.Generator(x.device).manual_seed(_seed(gradients, self.node, self.part))
         shape: Any = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.features else x.shape
         kept = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p, generator=generator)
         return x * kept.div_(1 - self.p) if self.p < 1 else x * kept
+
+
+class Draw:
+    """An ATen operator that draws from torch's default generator, which is seeded for it and put back."""
+
+    def __init__(self, node: str, operator: str, part: int) -> None:
+        name, overload = operator.split(".")
+        self.operator = getattr(getattr(torch.ops.aten, name), overload)
+        self.node, self.part = node, part
+        self.__name__ = "draw"
+
+    def __call__(self, gradients: Gradients, *args: Any, **kwargs: Any) -> Tensor:
+        device = args[0].device if isinstance(args[0], Tensor) else torch.device(kwargs.get("device") or "cpu")
+        generator = torch.default_generator
+        if device.type == "cuda":
+            generator = torch.cuda.default_generators[device.index or 0]
+        before = generator.get_state()
+        try:
+            generator.manual_seed(_seed(gradients, self.node, self.part))
+            result: Tensor = self.operator(*args, **kwargs)
+        finally:
+            generator.set_state(before)
+        return result

@@ -23,6 +23,8 @@ _ALSO_POINTWISE = {
     aten._to_copy.default,
     aten.to.dtype,
     aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
     aten.hardswish.default,
     aten.log_sigmoid.default,
     aten.zeros_like.default,
