@@ -309,6 +309,11 @@ def canonical(graph: Graph, node: Node) -> None:
     source = node.args[0] if node.args else None
     if target is operator.getitem and isinstance(source, Node) and source.target in (*_SPLITS, aten.unbind.int):
         _part(node)
+    elif target is operator.getitem and isinstance(source, Node) and source.target is aten.broadcast_tensors.default:
+        operand: Any = source.args[0][node.args[1]]  # type: ignore[index]
+        same = operand.meta["shape"] == node.meta["shape"]
+        node.target = aten.alias.default if same else aten.expand.default
+        node.args = (operand,) if same else (operand, list(node.meta["shape"]))
     elif target is operator.getitem and isinstance(source, Node) and _is_pure(source.target):
         index: Any = node.args[1]
         node.target, node.args, node.kwargs = Nth(source.target, index), source.args, source.kwargs  # type: ignore[arg-type]
