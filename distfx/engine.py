@@ -166,7 +166,7 @@ class Engine:
         check_supported(self.model, mode)
         for attempt in infer_inputs(self.model, batch):
             try:
-                captured = capture(self.model, attempt, training=mode, batch=batch)
+                captured = capture(self.model, attempt, training=mode, batch=batch, guess=True)
             except CaptureError:
                 continue
             self.example, self.inferred = attempt, len(attempt[0].shape) == 2

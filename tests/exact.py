@@ -52,11 +52,11 @@ def remembered(*key: Any) -> Iterator[None]:
     """
     plain = capture._export
 
-    def export(model: nn.Module, examples: Any, keywords: Any, shapes: Any) -> Any:
+    def export(model: nn.Module, examples: Any, keywords: Any, shapes: Any, guess: bool) -> Any:
         sizes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((examples, keywords)) if isinstance(leaf, Tensor)]
         full = (*key, str(sizes), str(keywords.keys()), capture.Mode.of(model))
         if full not in _programs:
-            _programs[full] = plain(model, examples, keywords, shapes)
+            _programs[full] = plain(model, examples, keywords, shapes, guess)
         return _programs[full]
 
     capture._export = export

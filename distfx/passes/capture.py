@@ -155,8 +155,12 @@ def capture(
     *,
     training: bool | Mode,
     batch: int = 2,
+    guess: bool = False,
 ) -> Capture:
-    """Capture ``model`` in train or eval mode. The model is left as it was. ``batch=0``: sizes of one stay one."""
+    """Capture ``model`` in train or eval mode. The model is left as it was. ``batch=0``: sizes of one stay one.
+
+    ``guess``: the inputs were guessed, so that a model which needs their very sizes is not meant.
+    """
     mode = training if isinstance(training, Mode) else Mode.of(model, training)
     check_supported(model, mode)
     leading = [v.shape[0] for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor) and v.dim()]
@@ -176,7 +180,7 @@ def capture(
         if parameter.kind is parameter.VAR_KEYWORD:
             shapes |= shapes.pop(parameter.name, {})
     with mode.on(model), _silence():
-        program = _export(model, examples, keywords, shapes)
+        program = _export(model, examples, keywords, shapes, guess)
     module = program.module(check_guards=False)
     _inline(module)
     results_apart(module.graph)
@@ -186,11 +190,13 @@ def capture(
     return result
 
 
-def _export(model: nn.Module, examples: tuple[Any, ...], keywords: dict[str, Any], shapes: Any) -> Any:
+def _export(model: nn.Module, examples: tuple[Any, ...], keywords: dict[str, Any], shapes: Any, guess: bool) -> Any:
     """The model exported with every size a symbol; if that fails, for these sizes alone: others get their own."""
     try:
         return torch.export.export(model, examples, keywords, dynamic_shapes=shapes, strict=False)
     except Exception as error:
+        if guess:
+            raise CaptureError(_explain(model, examples, error)) from error
         try:
             return torch.export.export(model, examples, keywords, strict=False)
         except Exception:
