@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ def parallelize(
     outputs: str = "global",
     strict: bool = False,
     check: bool = False,
+    batch_norm: str | Collection[str] = "global",
 ) -> ParallelModule:
     """Distribute an unmodified model over a grid. The result is called like the model and gives the same numbers.
 
@@ -49,6 +50,9 @@ def parallelize(
             and raise :class:`NonFiniteError` on all ranks, naming the first node with nan or inf on any of them. To
             find a fault: it is slow. Operators that are told to write infinities (masks) may; backward is not looked
             at, a parameter that it has spoilt is found by the next forward pass.
+        batch_norm: the statistics of batch norms in training: ``"global"``, of the whole batch, as on one device;
+            ``"local"``, of each rank's part; or of the parts along some axes together, such as ``"hw"``. Other than
+            globally, the numbers depend on the grid; running statistics are the average over the parts.
     """
     if not isinstance(model, nn.Module):
         raise DistfxError(f"parallelize takes a torch.nn.Module, not {type(model).__name__}")
@@ -59,7 +63,9 @@ def parallelize(
     pins = _pins(strategy)
     example = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
     whole = tuple(example) if example is not None else None
-    return ParallelModule(Engine(model, _factored(Grid.of(grid), pins), whole, pins, outputs, strict, check))
+    statistics = _statistics(batch_norm)
+    place = _factored(Grid.of(grid), pins)
+    return ParallelModule(Engine(model, place, whole, pins, outputs, strict, check, statistics))
 
 
 def plan(
@@ -109,6 +115,19 @@ def _pins(strategy: Strategy) -> Pins:
                 f"it is one of {', '.join(ALGORITHMS)}"
             )
     return {pattern: algorithm for pattern, algorithm in pins.items() if (pattern, algorithm) != ("*", "auto")}
+
+
+def _statistics(batch_norm: str | Collection[str]) -> frozenset[str] | None:
+    """The axes over which batch norms are computed; ``None`` for all."""
+    if batch_norm == "global":
+        return None
+    axes = frozenset("" if batch_norm == "local" else batch_norm)
+    if axes - set("ndhw"):
+        raise DistfxError(
+            f"batch_norm={batch_norm!r}: it is 'global' (as on one device), 'local' (each rank its part), or those of "
+            "the axes n, d, h, w along which parts are taken together"
+        )
+    return axes
 
 
 def _factored(grid: Grid, pins: Pins) -> Grid:

@@ -48,6 +48,9 @@ from distfx.runtime.parameters import Bucket
 
 __all__ = ["Engine", "Runnable"]
 
+KEPT = 256
+"""So many bound graphs are kept; the oldest goes first."""
+
 Ready = Callable[[Compiled | None], Mapping[str, Tensor]]
 
 
@@ -72,9 +75,12 @@ class Engine:
         outputs: str,
         strict: bool,
         check: bool = False,
+        statistics: frozenset[str] | None = None,
     ) -> None:
         self.model, self.grid, self.example = model, grid, example
         self.pins, self.outputs, self.strict, self.check = pins, outputs, strict, check
+        self.statistics = statistics
+        """The axes over which batch norms are computed; ``None``: all."""
         self.compiled: dict[Mode, list[Compiled]] = defaultdict(list)
         """For each mode its graph; more than one where the model or an operator branches on sizes."""
         self.agreed: dict[Mode, int] = defaultdict(int)
@@ -117,7 +123,7 @@ class Engine:
             captured = self._capture(mode, args, kwargs, follow=another)
             if captured is None:
                 return None
-            compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, self.stored)
+            compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, self.stored, self.statistics)
             if compiled.decisions.whole and self.strict:
                 raise DistfxError(_fallback_text(compiled))
             graphs.append(compiled)
@@ -194,7 +200,8 @@ class Engine:
 
         lines = [f"distfx {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
         lines += [f"{self.grid} of {self.grid.size} ranks", f"outputs={self.outputs!r}"]
-        lines += [f"check={self.check}", f"strategy={dict(self.pins)}"]
+        statistics = None if self.statistics is None else sorted(self.statistics)
+        lines += [f"check={self.check}", f"strategy={dict(self.pins)}", f"batch_norm={statistics}"]
         lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in self.model.state_dict().items()]
         lines += [f"{name} requires_grad={p.requires_grad}" for name, p in self.model.named_parameters()]
         lines += [f"{node.format_node()} {node.meta.get('layout')}" for node in compiled.module.graph.nodes]
@@ -237,6 +244,8 @@ class Engine:
             inputs = {s.name: t.requires_grad for s, t in zip(specs, tensors, strict=True)}
             given = {s.name for s, is_local in zip(specs, local, strict=True) if is_local}
             runnable = self._bind(compiled, values, given, inputs, ready(compiled))
+            if len(self.prepared) >= KEPT:
+                del self.prepared[next(iter(self.prepared))]
             self.prepared[entry] = (number, runnable)
         number, runnable = self.prepared[entry]
         self.latest[mode], self.last[mode] = number, runnable.plan

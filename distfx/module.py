@@ -38,6 +38,12 @@ def _quiet_redistribution() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def _own(result: Any) -> Any:
+    """An output that its user may write into: not one that a move passed through, which is a view of another."""
+    passed = isinstance(result, Tensor) and result._is_view() and type(result.grad_fn).__name__ == "_WholeBackward"
+    return result.clone() if passed else result
+
+
 class ParallelModule(nn.Module):
     """A model distributed over a grid: the same call, the same numbers. Made by :func:`distfx.parallelize`."""
 
@@ -150,7 +156,7 @@ class ParallelModule(nn.Module):
         compiled, runnable, inputs = self._engine.prepare(self._mode, args, kwargs, tensors, self._adopt)
         gradients = Gradients(self._adopt(None), runnable.buckets, self._engine.draw_seed(compiled))
         results = runnable.run(gradients, *inputs)
-        return pytree.tree_unflatten(list(results), compiled.capture.out_spec)
+        return pytree.tree_unflatten([_own(result) for result in results], compiled.capture.out_spec)
 
     # ---------------------------------------------------------------------------------------------- inspection
 

@@ -76,14 +76,25 @@ def _counts(node: Node, has_gradient: Mapping[Node, bool], grid: Grid) -> tuple[
     ranks = len(grid.members(tuple(axes)))
     if node.target is ops.reduce:
         return _reduction(node, x, ranks, has_gradient[x] and has_gradient[node])
+    known = _norm(node, x, ranks, has_gradient[x] and has_gradient[node])
+    apart: Any = node.kwargs.get("apart", ())
+    if not apart or not isinstance(node.args[3], Node):
+        return known
+    there = len(grid.members(tuple(apart)))
+    values = (2 * x.meta["local"][1] + 1) * max(4, node.meta["dtype"].itemsize)
+    sent, messages = ledger.allreduce_bytes(values, there), ledger.allreduce_messages(there)
+    return known[0] + sent, known[1], known[2] + messages, known[3]
+
+
+def _norm(node: Node, x: Node, ranks: int, gradient: bool) -> tuple[int, int, int, int]:
+    """What the sums of a norm's statistics send."""
     values = _statistics(node, x.meta["local"]) * max(4, node.meta["dtype"].itemsize)
     if ranks == 1:
-        return None
+        return 0, 0, 0, 0
     sent, messages = ledger.allreduce_bytes(values, ranks), ledger.allreduce_messages(ranks)
     if not node.kwargs.get("centre", True):  # of an RMS norm one sum each way
-        back = has_gradient[x] and has_gradient[node]
-        return sent, sent if back else 0, messages, messages if back else 0
-    if not (has_gradient[x] and has_gradient[node]):
+        return sent, sent if gradient else 0, messages, messages if gradient else 0
+    if not gradient:
         return 2 * sent, 0, 2 * messages, 0
     return 2 * sent, ledger.allreduce_bytes(2 * values, ranks), 2 * messages, messages
 

@@ -793,3 +793,91 @@ def modes(grid: str) -> list[float]:
 def test_every_module_has_its_mode(world: int, grid: str) -> None:
     for errors in run(world, modes, grid):
         assert max(errors) < 1e-10
+
+
+# ------------------------------------------------------------------------------------------ parts of a batch
+
+
+def apart(grid: str, batch_norm: str, parts: list[tuple[slice, ...]]) -> tuple[float, int]:
+    """Batch norms of each of ``parts`` by itself, against the plain layer on each; running statistics are averages."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).double()
+    plain = copy.deepcopy(model)
+    net = distfx.parallelize(model, grid, batch_norm=batch_norm)
+    x = torch.randn(4, 3, 6, 5, dtype=torch.float64)
+    errors = []
+    for _ in range(2):
+        for module in (net, plain):
+            module.zero_grad()
+        with distfx.record_comm() as ledger:
+            y = net(x)
+            y.square().sum().backward()
+        assert net.plan.bytes() == ledger.bytes()
+        norm, want, running = plain[1], torch.empty_like(y), []
+        for part in parts:
+            mean, var = norm.running_mean.clone(), norm.running_var.clone()
+            z = F.batch_norm(plain[0](x[part]), mean, var, norm.weight, norm.bias, training=True)
+            want[part] = plain[3](plain[2](z))
+            running.append(torch.stack([mean, var]))
+        want.square().sum().backward()
+        with torch.no_grad():
+            norm.running_mean, norm.running_var = torch.stack(running).mean(0)
+            norm.num_batches_tracked += 1
+        errors.append(relative(y, want))
+        errors += [relative(net.get_parameter(n).grad.full_tensor(), p.grad) for n, p in plain.named_parameters()]
+        errors += [relative(net.full_state_dict()[n], value) for n, value in plain.state_dict().items()]
+    return max(errors), sum(row.bytes_forward for row in net.plan.rows if row.op == "batch_norm")
+
+
+every = slice(None)
+SAMPLES = [(slice(0, 2),), (slice(2, 4),)]
+ROWS = [(every, every, slice(0, 3)), (every, every, slice(3, 6))]
+
+
+@cases(
+    "grid batch_norm parts",
+    [
+        ("n2", "local", SAMPLES),
+        ("h2", "local", ROWS),
+        ("n2h2", "local", [(n, c, h) for (n,) in SAMPLES for _, c, h in ROWS]),
+        ("n2h2", "h", SAMPLES),
+        ("n2h2", "n", ROWS),
+        ("c2h2", "n", ROWS),
+    ],
+)
+def test_batch_norm_of_parts(world: int, grid: str, batch_norm: str, parts: list[tuple[slice, ...]]) -> None:
+    for error, _ in run(world, apart, grid, batch_norm, parts):
+        assert error < 1e-10
+
+
+def test_batch_norm_of_unknown_parts_is_refused() -> None:
+    with pytest.raises(distfx.DistfxError, match="it is 'global'"):
+        distfx.parallelize(nn.BatchNorm2d(3), {}, batch_norm="sync")
+
+
+class Sized(nn.Module):
+    """Gives a size, a view of its input, and a sum, which their user writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int, Tensor]:
+        y = self.conv(x)
+        return y, y.shape[2] // 2, x.flatten(1)
+
+
+def sized(outputs: str) -> tuple[int, bool, tuple[int, ...]]:
+    model = Sized().to(memory_format=torch.channels_last)
+    net = distfx.parallelize(model, "h2", outputs=outputs)
+    x = torch.randn(2, 3, 10, 8, requires_grad=True)
+    y, half, flat = net(x)
+    y += 1
+    flat = flat * 1
+    (y.sum() + flat.sum()).backward()
+    return half, net.conv.weight.to_local().is_contiguous(memory_format=torch.channels_last), tuple(y.shape)
+
+
+def test_outputs_are_the_users_own_and_sizes_may_be_among_them() -> None:
+    assert run(2, sized, "global") == [(5, True, (2, 4, 10, 8))] * 2
+    assert run(2, sized, "local") == [(5, True, (2, 4, 5, 8))] * 2

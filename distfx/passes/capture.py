@@ -318,7 +318,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
     for node in old.nodes:
         if node.op == "output":
             outputs = pytree.tree_leaves(node.args[0])
-            graph.output(tuple(values[o] if isinstance(o, Node) else o for o in outputs))
+            graph.output(tuple(literal(o) if isinstance(o, Node) else o for o in outputs))
             break
         if node.op == "call_module":
             continue  # the guards: checked when a shape is bound, with better words

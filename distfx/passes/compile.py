@@ -15,6 +15,7 @@ from distfx.layout import Layout
 from distfx.passes.capture import Capture, is_impure
 from distfx.passes.insert import insert_moves, split_bias
 from distfx.passes.localise import localise
+from distfx.passes.nodes import aten
 from distfx.passes.planner import Decisions, Pins, decide
 from distfx.passes.verify import verify
 
@@ -61,8 +62,12 @@ def compile_capture(
     pins: Pins,
     outputs: str,
     stored: Mapping[str, Layout] | None = None,
+    statistics: frozenset[str] | None = None,
 ) -> Compiled:
-    """Run all symbolic passes. ``stored``: parameters whose layout another graph has fixed."""
+    """Run all symbolic passes. ``stored``: parameters whose layout another graph has fixed; ``statistics``: the axes
+    over which batch norms are computed, if not over all."""
+    for node in capture.graph.find_nodes(op="call_function", target=aten.batch_norm.default):
+        node.meta["statistics"] = statistics
     records: list[PassRecord] = []
     known = dict(stored or {})
 

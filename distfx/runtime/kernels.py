@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -193,12 +194,33 @@ class BatchNorm(Statistics):
     """Batch norm in training with the statistics of the whole batch, over all ranks of a segment.
 
     The ranks' means and sums of squared deviations are merged by count (Chan et al.), in float32 or better: first the
-    mean, then the deviations about it. Running statistics are updated as one device would.
+    mean, then the deviations about it. Running statistics are updated as one device would; where the segment is not
+    all ranks that have a part of the batch (``apart``), by the average of theirs, so that replicas stay alike.
     """
 
-    def __init__(self, segment: Segment, node: str, momentum: float, eps: float, count: int) -> None:
-        super().__init__("batch_norm", segment, node, eps, count)
+    def __init__(
+        self,
+        segment: Segment,
+        node: str,
+        momentum: float,
+        eps: float,
+        count: Sequence[int],
+        apart: Segment | None = None,
+    ) -> None:
+        super().__init__("batch_norm", segment, node, eps, math.prod(count))
         self.momentum = momentum
+        self.others = None if apart is None else Collective("batch_norm", apart, node)
+
+    def running(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        """What running statistics are moved towards."""
+        if self.others is None:
+            return mean, var
+        there = mean.new_tensor([float(self.count > 1)])
+        values = torch.cat([mean, var, there]) if self.count > 1 else mean.new_zeros(2 * len(mean) + 1)
+        self.others.path = self.path
+        values = self.others.sum(values, "forward")
+        average = values[:-1] / values[-1]
+        return average[: len(mean)], average[len(mean) :]
 
     def __call__(
         self,
@@ -229,12 +251,14 @@ class _BatchNorm(torch.autograd.Function):
             local_mean, local_var = torch.batch_norm_update_stats(x.to(wide), None, None, 0.0)
         else:
             local_mean = local_var = x.new_zeros(channels, dtype=wide)
-        mean = norm.sum(local_mean * here, "forward").div_(norm.count)
+        count = max(1, norm.count)  # none: a part without a batch of its own, and no values
+        mean = norm.sum(local_mean * here, "forward").div_(count)
         square = norm.sum((local_var + (local_mean - mean).square_()) * here, "forward")
-        var = square / norm.count
+        var = square / count
         if running_mean is not None and running_var is not None:
-            running_mean.lerp_(mean.to(running_mean.dtype), norm.momentum)
-            running_var.lerp_((square / (norm.count - 1)).to(running_var.dtype), norm.momentum)
+            towards_mean, towards_var = norm.running(mean, square / max(1, norm.count - 1))
+            running_mean.lerp_(towards_mean.to(running_mean.dtype), norm.momentum)
+            running_var.lerp_(towards_var.to(running_var.dtype), norm.momentum)
         ctx.save_for_backward(x, weight, mean, var)
         ctx.norm = norm
         if not x.numel():
@@ -258,7 +282,7 @@ class _BatchNorm(torch.autograd.Function):
         else:
             dx, dweight, dbias = torch.empty_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
         if ctx.needs_input_grad[0]:
-            sums = norm.sum(torch.stack([dbias, dweight]), "backward").div_(norm.count)
+            sums = norm.sum(torch.stack([dbias, dweight]), "backward").div_(max(1, norm.count))
             shape = (1, -1, *(1,) * (x.dim() - 2))
             about = (x - mean.view(shape)).mul_((gain * scale * sums[1]).view(shape)).add_((gain * sums[0]).view(shape))
             dx = dx.sub_(about).to(x.dtype)

@@ -160,6 +160,8 @@ def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
         node.target, node.kwargs = _run_move(node, grid), {}
     elif node.target in (ops.batch_norm, ops.norm, ops.reduce):
         kwargs: dict[str, Any] = dict(node.kwargs)
+        if "apart" in kwargs:
+            kwargs["apart"] = grid.segment(tuple(kwargs["apart"]))
         kinds: dict[Any, Any] = {ops.batch_norm: BatchNorm, ops.norm: Norm, ops.reduce: Reduction}
         node.target = kinds[node.target](grid.segment(tuple(kwargs.pop("axis"))), node.name, **kwargs)
         node.target.path = node.meta.get("path")  # type: ignore[union-attr]

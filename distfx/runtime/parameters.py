@@ -24,7 +24,7 @@ from distfx import ledger
 from distfx.grid import Grid, Segment
 from distfx.layout import Layout
 from distfx.runtime.failure import During
-from distfx.runtime.transport import Work, all_reduce
+from distfx.runtime.transport import Work, all_reduce, empty_like
 
 __all__ = ["Bucket", "Gradients", "distribute", "placements", "to_dtensor"]
 
@@ -64,9 +64,7 @@ def distribute(value: Tensor, layout: Layout, grid: Grid, *, broadcast: bool) ->
     part = whole
     for dim, (lo, hi) in enumerate(layout.settled().bounds(value.shape, grid.placement())):
         part = part.narrow(dim, int(lo), int(hi - lo))
-    own = part.to(device).clone(memory_format=torch.preserve_format)
-    if own.numel() and not own.is_contiguous() and value.is_contiguous():
-        own = own.contiguous()
+    own = empty_like(part.shape, value.detach(), device).copy_(part)  # dense; channels_last where the whole is
     return to_dtensor(own, value.shape, layout, grid)
 
 

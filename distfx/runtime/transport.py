@@ -116,10 +116,11 @@ def dense(x: Tensor) -> Tensor:
     return empty_like(x.shape, x).copy_(x)
 
 
-def empty_like(shape: Sequence[int], like: Tensor) -> Tensor:
+def empty_like(shape: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
     """An uninitialised tensor of ``shape`` in the memory format of ``like`` (channels_last is kept)."""
+    device = device or like.device
     memory_format = _CHANNELS_LAST.get(len(shape))
     last = memory_format is not None and like.shape[1] > 1 and like.stride(1) == 1 and like.stride(-1) > 1
     if last:  # by its strides: a part of a channels_last tensor is not dense
-        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=memory_format)
-    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+        return torch.empty(tuple(shape), dtype=like.dtype, device=device, memory_format=memory_format)
+    return torch.empty(tuple(shape), dtype=like.dtype, device=device)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from distfx import ops
-from distfx.ops import LocalStart
+from distfx.errors import DistfxError
+from distfx.ops import LocalSize, LocalStart
+from distfx.passes.nodes import describe
 from distfx.passes.rule import Call, Choice, Row, Site, Spec, aten, dims_spec, unchanged
 from distfx.symbolic import product
 
@@ -26,9 +29,23 @@ def _local_batch_norm(site: Site) -> Call:
     over = _axes(site, ["n", *site.spec.spatial()])
     if not site.args[5] or not over:
         return unchanged(site)
-    count = product(size for i, size in enumerate(site.node.meta["shape"]) if i != 1)
-    words = {"momentum": site.args[6], "eps": site.args[7], "axis": over, "count": count}
-    return ops.batch_norm, site.args[:5], words
+    wanted = site.node.meta.get("statistics")  # of parallelize(batch_norm=): None for all axes
+    kept = tuple(axis for axis in over if wanted is None or axis in wanted)
+    count = [_size_over(site, dim, kept) for dim in range(len(site.layout.dims)) if dim != 1]
+    words = {"momentum": site.args[6], "eps": site.args[7], "axis": kept, "count": count}
+    rest = {"apart": tuple(axis for axis in over if axis not in kept)} if kept != over else {}
+    return ops.batch_norm, site.args[:5], words | rest
+
+
+def _size_over(site: Site, dim: int, axes: tuple[str, ...]) -> Any:
+    """How much of a dim the ranks along ``axes`` have together."""
+    size, split = site.node.meta["shape"][dim], site.layout.dims[dim]
+    others = tuple(axis for axis in split.axes if axis not in axes)
+    if split.axes[: len(others)] != others:
+        raise DistfxError(
+            f"{describe(site.node)}: batch_norm={axes} takes apart a dim that {split.axes} split together"
+        )
+    return LocalSize(size, replace(split, axes=others)) if others else size
 
 
 BATCH_NORM = Row(
