@@ -11,7 +11,7 @@ import platform
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,10 @@ class Engine:
         """How the parallel module holds its parameters and buffers, once it does."""
         self.inferred = False
         """Whether the example was guessed from a linear layer, whose input may have any rank."""
+        self.guessed = False
+        """Whether the example was not given."""
+        self.settled: set[Mode] = set()
+        """The modes whose graph was planned for sizes that are meant."""
         self.latest: dict[Mode, int] = defaultdict(int)
         self.prepared: dict[Any, tuple[int, Runnable]] = {}
         """For each kind of call the number of its graph, and what to run."""
@@ -124,10 +128,34 @@ class Engine:
             if captured is None:
                 return None
             compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, self.stored, self.statistics)
-            if compiled.decisions.whole and self.strict:
-                raise DistfxError(_fallback_text(compiled))
+            self._check_strict(compiled)
             graphs.append(compiled)
         return graphs[-1] if another else graphs[0]
+
+    def _check_strict(self, compiled: Compiled) -> None:
+        if compiled.decisions.whole and self.strict:
+            raise DistfxError(_fallback_text(compiled))
+
+    def _plan_again(self, mode: Mode, tensors: Sequence[Tensor]) -> None:
+        """At the first call of a model whose example was a guess: what is cheapest depends on sizes."""
+        if not self.guessed or mode in self.settled:
+            return
+        self.settled.add(mode)
+        compiled, problem = self.compiled[mode][0], None
+        captured = compiled.capture
+        try:
+            values = match_inputs(captured.inputs, [tuple(t.shape) for t in tensors], [t.dtype for t in tensors])
+        except DistfxError:  # another graph fits, or none
+            return
+        try:
+            captured = replace(captured, hints=values)
+            compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, self.stored, self.statistics)
+            self._check_strict(compiled)
+        except Exception as error:
+            problem = error
+        agree_on_outcome(self.grid.size, problem)
+        agree(self.grid.size, "models", self._fingerprint(compiled))
+        self.compiled[mode][0] = compiled
 
     def compile_together(
         self,
@@ -175,7 +203,7 @@ class Engine:
                 captured = capture(self.model, attempt, training=mode, batch=batch, guess=True)
             except CaptureError:
                 continue
-            self.example, self.inferred = attempt, len(attempt[0].shape) == 2
+            self.example, self.inferred, self.guessed = attempt, len(attempt[0].shape) == 2, True
             return captured
         return None
 
@@ -234,6 +262,7 @@ class Engine:
         key = (*self._signature(mode, tensors), *constants_of((args, kwargs)))
         agree(self.grid.size, "inputs or parameters", "\n".join((*key, self._state_text(ready(None)))))
         self.compile_together(mode, args, kwargs)
+        self._plan_again(mode, tensors)
         parameters = ready(self.compiled[mode][0])
         local = self._agree_on_parts(self.compiled[mode][0], tensors)
         state = tuple((p.requires_grad, p.dtype) for p in parameters.values())

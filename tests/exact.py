@@ -103,6 +103,7 @@ def _exact(
     given = draw(shapes[0], dtype) if example else None
     place = distfx.Grid.parse(grid) if grid else distfx.Grid()
     net = distfx.parallelize(model, place, example_inputs=given, strategy=strategy)
+    net._engine.guessed = False  # the plan for large images stays, so that parts may be smaller than halos, or empty
     errors: dict[str, float] = {}
     idle: set[str] = set()
     bytes_: list[tuple[int, int]] = []

@@ -382,3 +382,32 @@ def test_what_runs_whole_is_marked() -> None:
     whole = [row for row in plan.rows if row.whole]
     assert len(whole) == 1 and whole[0].bytes_forward > 0 and "test_plan.py" in whole[0].source
     assert "(whole)" in str(plan)
+
+
+def deep() -> nn.Module:
+    """Each convolution halves the image."""
+    return nn.Sequential(*(nn.Conv2d(3 if i == 0 else 4, 4, 3, 2, 1) for i in range(5)))
+
+
+def test_space_smaller_than_its_axis_is_gathered_once() -> None:
+    rows = distfx.plan(deep(), "h4", (2, 3, 32, 32)).rows
+    convolutions = [row for row in rows if "convolution" in row.op]
+    assert [row.layout for row in convolutions] == ["N C H/h W"] * 3 + ["N C H W"] * 2  # 16, 8, 4, then 2 and 1 rows
+    assert [len(row.moves) for row in convolutions] == [1, 1, 1, 1, 0]
+    assert "all_gather" in convolutions[3].moves[0]
+
+
+def planned_for_what_comes() -> tuple[list[str], list[str], float]:
+    torch.manual_seed(0)
+    model = deep().double()
+    net = distfx.parallelize(model, "h4")  # guesses 224 x 224
+    before = [row.layout for row in net.plan.rows if "convolution" in row.op]
+    x = torch.randn(2, 3, 32, 30, dtype=torch.float64)
+    error = float((net(x) - model(x)).abs().max())
+    return before, [row.layout for row in net.plan.rows if "convolution" in row.op], error
+
+
+def test_a_guessed_example_is_planned_again_for_what_comes() -> None:
+    for before, after, error in run(4, planned_for_what_comes):
+        assert before == ["N C H/h W"] * 5 and after == ["N C H/h W"] * 3 + ["N C H W"] * 2
+        assert error < 1e-12

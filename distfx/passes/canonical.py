@@ -327,7 +327,10 @@ def canonical(graph: Graph, node: Node) -> None:
         _stacked(graph, node)
     elif target in (aten.addmm.default, aten.baddbmm.default):
         _added_product(graph, node)
-    elif target in _CONTRACTIONS:
+    elif target in (aten.cat.default, aten.concat.default) and len(source) == 1:  # type: ignore[arg-type]
+        node.target, node.args, node.kwargs = aten.alias.default, (source[0],), {}  # type: ignore[index]
+    elif target in _CONTRACTIONS or target is aten.concat.default:
+        node.target = aten.cat.default if target is aten.concat.default else target
         _apart(graph, node)
     elif target is aten.rrelu.default and not arguments(node)["training"]:
         a = arguments(node)
@@ -342,11 +345,6 @@ def canonical(graph: Graph, node: Node) -> None:
         node.target, node.args = aten.sum.dim_IntList, (true, arguments(node).get("dim"))
     elif target is aten.type_as.default:
         node.args, node.target = (source, node.meta["dtype"]), aten.to.dtype
-    elif target in (aten.cat.default, aten.concat.default):
-        alone = isinstance(source, list | tuple) and len(source) == 1
-        node.target = aten.alias.default if alone else aten.cat.default
-        if alone:
-            node.args, node.kwargs = (source[0],), {}  # type: ignore[index]
     elif target in _CONVOLUTIONS or target in _TRANSPOSED:
         _canonical_convolution(graph, node)
     elif target in _RESHAPES:

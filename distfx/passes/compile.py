@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from distfx import ops
 from distfx.errors import DistfxError
@@ -66,6 +66,10 @@ def compile_capture(
 ) -> Compiled:
     """Run all symbolic passes. ``stored``: parameters whose layout another graph has fixed; ``statistics``: the axes
     over which batch norms are computed, if not over all."""
+    original, capture = (
+        capture,
+        replace(capture, module=_copy(capture.module)),
+    )  # it may be planned again, for other sizes
     for node in capture.graph.find_nodes(op="call_function", target=aten.batch_norm.default):
         node.meta["statistics"] = statistics
     records: list[PassRecord] = []
@@ -95,7 +99,14 @@ def compile_capture(
     module = run("localise", lambda: localise(module, sizes))
     module.graph.eliminate_dead_code(_keep)
     module.recompile()
-    return Compiled(capture, module, decisions, records)
+    return Compiled(original, module, decisions, records)
+
+
+def _copy(module: GraphModule) -> GraphModule:
+    graph, values = Graph(), dict[Node, Node]()
+    for node in module.graph.nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+    return GraphModule(module, graph)
 
 
 def _keep(node: Node) -> bool:

@@ -140,6 +140,10 @@ def _splits(
     return tuple(dims)
 
 
+def _ranks(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
+
+
 def _granule(unit: Size, count: Size, axes: Sequence[str], sizes: Mapping[str, int]) -> Size:
     """One, where the axes divide the number of granules: the split is then the ordinary one."""
     ranks = math.prod(sizes[axis] for axis in axes)
@@ -196,9 +200,12 @@ def _channel_options(spec: Spec, channel: Sequence[str], layout: Layout) -> Iter
 
 
 def _anchored(
-    spec: Spec, layouts: Mapping[Node, Layout], sizes: Mapping[str, int], pin: str
+    spec: Spec, layouts: Mapping[Node, Layout], sizes: Mapping[str, int], pin: str, hints: Mapping[sympy.Symbol, int]
 ) -> Iterator[tuple[str, Spec, Assignment]]:
-    """The strategies of a convolution or linear layer: samples and space split wherever they can be."""
+    """The strategies of a convolution or linear layer: samples and space split wherever they can be.
+
+    Space that has become smaller than its axis is no longer split: it is gathered once, and all go on alike.
+    """
     x = spec.operands[0][0]
     spec, followed = follow_layout(spec, 0, layouts[x], sizes)
     base = {f: a for f, a in followed.items() if f not in ("c", "k", "g")}
@@ -207,6 +214,7 @@ def _anchored(
     for axis in sizes:
         if axis in spec.extents and axis not in taken and axis not in base and not is_channel_axis(axis):
             base[axis] = (axis,)
+    base = {f: a for f, a in base.items() if f == "n" or evaluate(spec.extents[f], hints) >= _ranks(a, sizes)}
     channel = [axis for axis in sizes if is_channel_axis(axis)]
     options = list(_channel_options(spec, channel, layouts[x]))
     if pin != "auto" and channel:
@@ -231,10 +239,14 @@ def _anchored(
 # ------------------------------------------------------------------------------------------------- decisions
 
 
-def natural_layout(shape: Sequence[Size], sizes: Mapping[str, int]) -> Layout:
-    """How an input comes in: samples over ``n``, space over ``d``, ``h``, ``w``; channels whole."""
+def natural_layout(shape: Sequence[Size], sizes: Mapping[str, int], hints: Mapping[sympy.Symbol, int]) -> Layout:
+    """How an input comes in: samples over ``n``, space over ``d``, ``h``, ``w`` if there is enough; channels whole."""
     names = {2: "n ", 3: "n w", 4: "n hw", 5: "n dhw"}.get(len(shape), "n" if shape else "")
-    dims = [Split((name,)) if name in sizes and shape[i] != 1 else WHOLE for i, name in enumerate(names)]
+
+    def fits(dim: int, name: str) -> bool:
+        return shape[dim] != 1 and (name == "n" or evaluate(shape[dim], hints) >= sizes[name])
+
+    dims = [Split((name,)) if name in sizes and fits(i, name) else WHOLE for i, name in enumerate(names)]
     return Layout((*dims, *(WHOLE,) * (len(shape) - len(dims))))
 
 
@@ -266,7 +278,9 @@ def decide(
     matched: set[str] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            plan.layouts[node] = natural_layout(node.meta["shape"], sizes) if "shape" in node.meta else Layout(())
+            plan.layouts[node] = (
+                natural_layout(node.meta["shape"], sizes, hints) if "shape" in node.meta else Layout(())
+            )
         elif node.op == "get_attr":
             shape = node.meta["shape"]
             plan.layouts[node] = stored.get(str(node.target)) or Layout.replicated(len(shape))
@@ -325,7 +339,8 @@ def _decide_node(
     if spec is None:
         return _whole(node, layouts)
     if spec.row.anchor:
-        candidates = list(_anchored(spec, layouts, sizes, pin))
+        plan.usable |= {axis for axis in sizes if axis in spec.extents}
+        candidates = list(_anchored(spec, layouts, sizes, pin, hints))
     else:
         candidates = [
             ("", *follow_layout(spec, i, layouts[operand], sizes))
