@@ -2,7 +2,8 @@
 
 The ranks of a launched test run this file: `python -m tests.test_failures <when> <how> <folder> <timeout> <victim>`.
 
-Every way to fail in every phase is tested under torchrun; under mpiexec some are, and the others with `-m matrix`.
+Every way to fail and every phase is tested under torchrun and under mpiexec, in some combinations; `pytest -m matrix`
+runs the others, too.
 """
 
 import itertools
@@ -236,8 +237,23 @@ def test_processes_that_nobody_looks_after(when: str, how: str, victim: int) -> 
     assert not any("terminate called" in error for error in survivors), "\n".join(survivors)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("when", WHEN)
+def cells(chosen: set[tuple[str, str]]) -> list[Any]:
+    """Every way to fail in every phase; those that are not chosen run with ``-m matrix``."""
+    every = [*itertools.product(WHEN, HOW), *(cell for cell in chosen if cell[0] == "between")]
+    return [pytest.param(*cell, marks=[] if cell in chosen else [pytest.mark.matrix]) for cell in every]
+
+
+UNDER_TORCHRUN = {
+    ("forward", "kill"),
+    ("forward", "stop"),
+    ("backward", "raise"),
+    ("backward", "exit"),
+    ("checkpoint", "kill"),
+    ("checkpoint", "stop"),
+}
+
+
+@pytest.mark.parametrize("when, how", cells(UNDER_TORCHRUN))
 def test_torchrun(when: str, how: str) -> None:
     error = by_launcher(torchrun, when, how)
     if how == "raise":
@@ -251,21 +267,11 @@ def test_torchrun_when_the_others_do_not_wait() -> None:
     assert "ValueError: sample 17 is broken" in error and error.find("ValueError") < error.find("Failures:")
 
 
-DEFAULT = {
-    ("forward", "kill"),
-    ("backward", "stop"),
-    ("checkpoint", "exit"),
-    ("forward", "raise"),
-    ("between", "leave"),
-}
-UNDER_MPI = [
-    pytest.param(when, how, marks=[] if (when, how) in DEFAULT else [pytest.mark.matrix])
-    for when, how in [*itertools.product(WHEN, HOW), ("between", "leave")]
-]
+UNDER_MPI = {("backward", "stop"), ("checkpoint", "exit"), ("between", "leave")}
 
 
 @needs_mpi
-@pytest.mark.parametrize("when, how", UNDER_MPI)
+@pytest.mark.parametrize("when, how", cells(UNDER_MPI))
 def test_mpiexec(when: str, how: str) -> None:
     """mpiexec itself ends all ranks as soon as one dies: before they find out."""
     error = by_launcher(mpiexec, when, how)
