@@ -90,6 +90,8 @@ class Engine:
         """How the parallel module holds its parameters and buffers, once it does."""
         self.inferred = False
         """Whether the example was guessed from a linear layer, whose input may have any rank."""
+        self.warned: set[str] = set()
+        """What was said of operators without a rule: once, not for each graph of the model."""
         self.guessed = False
         """Whether the example was not given."""
         self.settled: set[Mode] = set()
@@ -177,8 +179,10 @@ class Engine:
         if compiled is not None:
             agree(self.grid.size, "models", self._fingerprint(compiled))
             self.agreed[mode] += 1
-            if compiled.decisions.whole and self.grid.rank == 0:
-                warnings.warn(_fallback_text(compiled), FallbackWarning, stacklevel=6)
+            text = _fallback_text(compiled) if compiled.decisions.whole else ""
+            if text and text not in self.warned and self.grid.rank == 0:
+                warnings.warn(text, FallbackWarning, stacklevel=6)
+            self.warned.add(text)
         return compiled
 
     def _capture(
