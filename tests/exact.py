@@ -11,7 +11,6 @@ A shape is that of the model's one input, ``(2, 3, 8, 8)``, or has several shape
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +98,8 @@ def _exact(
         if buffer.dtype.is_floating_point:
             buffer.add_(torch.rand_like(buffer) - 0.5)  # not 0 and 1; of both signs, or every ReLU after it is dead
     model.train(train)
-    plain = copy.deepcopy(model)
+    plain = build(**(kwargs or {})).to(dtype).train(train)  # not all models can be copied
+    plain.load_state_dict(model.state_dict())
     given = draw(shapes[0], dtype) if example else None
     place = distfx.Grid.parse(grid) if grid else distfx.Grid()
     net = distfx.parallelize(model, place, example_inputs=given, strategy=strategy)

@@ -87,13 +87,13 @@ def infer_inputs(model: nn.Module, batch: int) -> Iterator[tuple[torch.Tensor, .
     """Inputs to try for a model whose example was not given: rank and channels of its first layer, common extents."""
     for layer in model.modules():
         if isinstance(layer, _FIRST):
-            rank = layer.weight.dim() - 2
+            rank = len(layer.kernel_size)
             shapes = [(batch, layer.in_channels, *(extent,) * rank) for extent in _EXTENTS[rank]]
         elif isinstance(layer, nn.Linear):
             shapes = [(batch, layer.in_features)]
         else:
             continue
-        like = layer.weight
+        like = next(layer.parameters())  # not its weight: reading one that is made may change what it is made from
         yield from ((torch.empty(shape, dtype=like.dtype, device=like.device),) for shape in shapes)
         return
 
@@ -204,7 +204,7 @@ def _export(model: nn.Module, examples: tuple[Any, ...], keywords: dict[str, Any
 
 
 def _inline(module: GraphModule) -> None:
-    """Regions ``with torch.no_grad()`` become part of the graph, with results that have no gradient."""
+    """Regions ``with torch.no_grad()`` become part of the graph, with operands that have no gradient."""
     graph = module.graph
     for node in list(graph.nodes):
         name = str(node.target)
@@ -220,8 +220,9 @@ def _inline(module: GraphModule) -> None:
         inner = getattr(module, str(source.target))
         _inline(inner)
         values = dict(zip(inner.graph.find_nodes(op="placeholder"), node.args[number + 1 :], strict=True))
-        detach = "set_grad" in name and not node.args[0]
         with graph.inserting_before(node):
+            if "set_grad" in name and not node.args[0]:
+                values = {place: _detached(module, value) for place, value in values.items()}
             for old in inner.graph.nodes:
                 if old.op == "get_attr":
                     value = getattr(inner, str(old.target))
@@ -232,16 +233,23 @@ def _inline(module: GraphModule) -> None:
                 elif old.op == "call_function":
                     values[old] = graph.node_copy(old, values.__getitem__)
             results = [values[result] for result in inner.graph.output_node().args[0]]
-            for i, result in enumerate(results):
-                if detach and isinstance(result.meta.get("val"), torch.Tensor):
-                    results[i] = graph.call_function(aten.detach.default, (result,))
-                    results[i].meta = dict(result.meta)
         for part in list(node.users):
             part.replace_all_uses_with(results[part.args[1]])
             graph.erase_node(part)
         graph.erase_node(node)
         if not source.users:
             graph.erase_node(source)
+
+
+def _detached(module: GraphModule, value: Any) -> Any:
+    """A value without its gradient. Buffers, which have none, stay: they may be written."""
+    if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+        return value
+    if value.op == "get_attr" and str(value.target) in dict(module.named_buffers()):
+        return value
+    result = module.graph.call_function(aten.detach.default, (value,))
+    result.meta = dict(value.meta)
+    return result
 
 
 def check_supported(model: nn.Module, mode: Mode) -> None:
