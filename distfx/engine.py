@@ -51,7 +51,8 @@ __all__ = ["Engine", "Runnable"]
 KEPT = 256
 """So many bound graphs are kept; the oldest goes first."""
 
-Ready = Callable[[Compiled | None], Mapping[str, Tensor]]
+State = tuple[tuple[bool, torch.dtype], ...]
+Ready = Callable[[Compiled | None], Mapping[str, DTensor]]
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Engine:
         self.latest: dict[Mode, int] = defaultdict(int)
         self.prepared: dict[Any, tuple[int, Runnable]] = {}
         """For each kind of call the number of its graph, and what to run."""
-        self.state_texts: dict[Any, str] = {}
+        self.state_texts: dict[State, str] = {}
         self.last: dict[Mode, Plan] = {}
         """For each mode the plan at the shape of its last call."""
 
@@ -258,35 +259,34 @@ class Engine:
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
         ready: Ready,
-    ) -> tuple[Compiled, Runnable, list[Tensor]]:
-        """The graph for a call with these inputs, and the inputs as it takes them.
+    ) -> tuple[Compiled, Runnable, Mapping[str, DTensor], list[Tensor]]:
+        """The graph for a call with these inputs, the parameters and buffers, and the inputs as the graph takes them.
 
         ``ready`` gives the parameters and buffers, as a graph needs them or (``None``) as far as they are there.
         """
         key = (*self._signature(mode, tensors), *constants_of((args, kwargs)))
-        agree(self.grid.size, "inputs or parameters", "\n".join((*key, self._state_text(ready(None)))))
+        held = ready(None)
+        state = _state(held)
+        agree(self.grid.size, "inputs or parameters", "\n".join((*key, self._state_text(held, state))))
         self.compile_together(mode, args, kwargs)
         self._plan_again(mode, tensors)
-        parameters = ready(self.compiled[mode][0])
         local = self._agree_on_parts(self.compiled[mode][0], tensors)
-        state = tuple((p.requires_grad, p.dtype) for p in parameters.values())
         entry = (mode, key, tuple(local), state)
         if entry not in self.prepared:
             number, specs, values = self._fit(mode, args, kwargs, tensors, ready)
             compiled = self.compiled[mode][number]
+            held = ready(compiled)
             inputs = {s.name: t.requires_grad for s, t in zip(specs, tensors, strict=True)}
             given = {s.name for s, is_local in zip(specs, local, strict=True) if is_local}
-            runnable = self._bind(compiled, values, given, inputs, ready(compiled))
+            runnable = self._bind(compiled, values, given, inputs, held)
             if len(self.prepared) >= KEPT:
                 del self.prepared[next(iter(self.prepared))]
+            entry = (*entry[:3], _state(held))  # as the next such call will find it
             self.prepared[entry] = (number, runnable)
         number, runnable = self.prepared[entry]
         self.latest[mode], self.last[mode] = number, runnable.plan
-        return (
-            self.compiled[mode][number],
-            runnable,
-            [_plain(t, own) for t, own in zip(tensors, local, strict=True)],
-        )
+        plain = [_plain(t, own) for t, own in zip(tensors, local, strict=True)]
+        return self.compiled[mode][number], runnable, held, plain
 
     def _fit(
         self,
@@ -371,9 +371,8 @@ class Engine:
             ),
         )
 
-    def _state_text(self, parameters: Mapping[str, Tensor]) -> str:
-        """What may be changed between calls and decides what is sent: which parameters train, and their dtypes."""
-        state = tuple((p.requires_grad, p.dtype) for p in parameters.values())
+    def _state_text(self, parameters: Mapping[str, Tensor], state: State) -> str:
+        """A state to read."""
         if state not in self.state_texts:  # made once for each state: a large model has many lines
             lines = [f"{n}: {p.dtype}, requires_grad={p.requires_grad}" for n, p in parameters.items()]
             self.state_texts[state] = "\n".join(lines)
@@ -438,6 +437,11 @@ class Engine:
         axes = list(self.grid.axes) or ["n"]
         placed = {axis: p.dim if p.is_shard() else None for axis, p in zip(axes, tensor.placements, strict=True)}  # type: ignore[attr-defined]
         return all(dim == layout.dim_of(axis) for axis, dim in placed.items())
+
+
+def _state(parameters: Mapping[str, Tensor]) -> State:
+    """What may be changed between calls and decides what is sent: which parameters train, and their dtypes."""
+    return tuple((p.requires_grad, p.dtype) for p in parameters.values())
 
 
 def _plain(tensor: Tensor, is_local: bool) -> Tensor:

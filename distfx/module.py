@@ -153,8 +153,8 @@ class ParallelModule(nn.Module):
         """As the model's own: plain tensors are global, the same on all ranks; DTensors are sharded already."""
         kwargs = self._engine.ordered(kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        compiled, runnable, inputs = self._engine.prepare(self._mode, args, kwargs, tensors, self._adopt)
-        gradients = Gradients(self._adopt(None), runnable.buckets, self._engine.draw_seed(compiled))
+        compiled, runnable, held, inputs = self._engine.prepare(self._mode, args, kwargs, tensors, self._adopt)
+        gradients = Gradients(held, runnable.buckets, self._engine.draw_seed(compiled))
         results = runnable.run(gradients, *inputs)
         return pytree.tree_unflatten([_own(result) for result in results], compiled.capture.out_spec)
 

@@ -81,7 +81,7 @@ def _counts(node: Node, has_gradient: Mapping[Node, bool], grid: Grid) -> tuple[
     if not apart or not isinstance(node.args[3], Node):
         return known
     there = len(grid.members(tuple(apart)))
-    values = (2 * x.meta["local"][1] + 1) * max(4, node.meta["dtype"].itemsize)
+    values = 2 * x.meta["local"][1] * max(4, node.meta["dtype"].itemsize)
     sent, messages = ledger.allreduce_bytes(values, there), ledger.allreduce_messages(there)
     return known[0] + sent, known[1], known[2] + messages, known[3]
 
@@ -142,24 +142,14 @@ def gradient_buckets(
     """The buckets in which the gradients of a graph's parameters are reduced; ``dtypes`` as they are now."""
     now = dtypes or {}
     wanted, owned = [], set()
-    live = _lead_to_outputs(bound)
+    has_gradient = _has_gradient(bound, {}, trained)
     for node in _in_order_of_use(bound):
-        if trained.get(str(node.target)) and node in live:
+        if has_gradient[node]:
             owned |= {str(node.target)} if _has_own_gradient(node) else set()
             axes = tuple(axis for axis in grid.axes if axis in node.meta["layout"].varying)
             dtype = now.get(str(node.target), node.meta["dtype"])
             wanted.append((str(node.target), axes, _nbytes(node), dtype))
     return make_buckets(wanted, grid, owned)
-
-
-def _lead_to_outputs(bound: Bound) -> set[Node]:
-    """The nodes that some output depends on in a way that has gradients."""
-    graph = bound.module.graph
-    live = {graph.output_node()}
-    for node in reversed(graph.nodes):
-        if node in live and node.target not in _CONSTANT:
-            live.update(node.all_input_nodes)
-    return live
 
 
 def _has_own_gradient(node: Node) -> bool:

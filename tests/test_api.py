@@ -248,16 +248,19 @@ def test_to_another_dtype() -> None:
     assert max(run(4, conversion)) < 1e-5
 
 
-def rank_zero_wins() -> float:
+def rank_zero_wins(grid: str) -> float:
     torch.manual_seed(100 + torch.distributed.get_rank())
-    net = distfx.parallelize(Net().double(), distfx.Grid(c=2))
+    model = Net().double().to(memory_format=torch.channels_last)
+    net = distfx.parallelize(model, grid)
     torch.manual_seed(100)
     want = Net().double().state_dict()
     return max(relative(value, want[key]) for key, value in net.full_state_dict().items())
 
 
-def test_rank_zeros_parameters_are_taken() -> None:
-    assert max(run(2, rank_zero_wins)) == 0
+@pytest.mark.parametrize(("world", "grid"), [(2, "c2"), (3, "c3"), (4, "n2c2"), (4, "n2h2")])
+def test_rank_zeros_parameters_are_taken(world: int, grid: str) -> None:
+    """Each rank gathers what the ranks along its own channel axis got: all copies of all shards are compared."""
+    assert max(run(world, rank_zero_wins, grid)) == 0
 
 
 def model_untouched() -> bool:

@@ -850,6 +850,16 @@ def test_batch_norm_of_parts(world: int, grid: str, batch_norm: str, parts: list
         assert error < 1e-10
 
 
+def one_value_a_part() -> None:
+    net = distfx.parallelize(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), "n2", batch_norm="local")
+    net(torch.randn(3, 3, 1, 1))  # one sample for rank 0, two for rank 1
+
+
+def test_a_part_needs_more_than_one_value() -> None:
+    messages = {failure.message if failure else "" for failure in run_raises(2, one_value_a_part)}
+    assert len(messages) == 1 and "more than one value" in messages.pop()
+
+
 def test_batch_norm_of_unknown_parts_is_refused() -> None:
     with pytest.raises(distfx.DistfxError, match="it is 'global'"):
         distfx.parallelize(nn.BatchNorm2d(3), {}, batch_norm="sync")

@@ -40,6 +40,18 @@ def focal(y: Tensor, target: Tensor) -> Tensor:
     return ((1 - torch.exp(-each)) ** 2 * each).mean()
 
 
+def barred(y: Tensor, target: Tensor) -> Tensor:
+    """The first class is impossible in the first row, where all is ignored."""
+    first = (torch.arange(y.shape[1])[:, None, None] == 0) & (torch.arange(y.shape[2])[None, :, None] == 0)
+    return F.cross_entropy(y.masked_fill(first, -torch.inf), target)
+
+
+def below(*shape: int) -> Tensor:
+    target = classes(*shape)
+    target[:, 0] = -100
+    return target
+
+
 def classes(*shape: int) -> Tensor:
     target = torch.randint(0, CLASSES, shape)
     target[0, 0] = -100  # a row of one sample is ignored: ranks count differently
@@ -82,6 +94,7 @@ LOSSES: dict[str, tuple[Any, Any]] = {
     ),
     "kl": (lambda: lambda y, t: F.kl_div(y.log_softmax(1), t, reduction="batchmean"), share),
     "kl mean": (lambda: lambda y, t: F.kl_div(y.log_softmax(1), t.log(), log_target=True), share),
+    "impossible where ignored": (lambda: barred, below),
     "dice": (lambda: dice, classes),
     "focal": (lambda: focal, classes),
     "mse to one": (lambda: lambda y, t: F.mse_loss(y, t.mean(dim=(2, 3), keepdim=True).expand_as(y)), real),

@@ -4,6 +4,7 @@ import pytest
 from torch.fx import Node
 
 from distfx.passes.notation import Pattern, Word, parse
+from distfx.passes.rule import Choice
 from distfx.passes.rules import TABLE, Row
 
 
@@ -69,7 +70,8 @@ def test_rules_know_the_transposed_convolution_apart() -> None:
     from distfx.passes.rules import CONVOLUTION, TRANSPOSED, aten
 
     node: Node = Graph().call_function(aten.convolution.default, (None,) * 6 + (True,))
-    choose = TABLE[aten.convolution.default]
-    assert choose(node) is TRANSPOSED  # type: ignore[operator]
+    choice = TABLE[aten.convolution.default]
+    assert isinstance(choice, Choice)
+    assert choice.pick(node) is TRANSPOSED
     node.args = (None,) * 6 + (False,)
-    assert choose(node) is CONVOLUTION  # type: ignore[operator]
+    assert choice.pick(node) is CONVOLUTION

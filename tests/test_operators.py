@@ -299,6 +299,7 @@ SHAPES = (
     "torch.rot90(x, 3, (1, 2))",
     "F.glu(x[:, :4], 1)",
     "x.narrow(2, 1, 3)",
+    "x.narrow(2, -3, 3)",
     "x.movedim((1, 2), (3, 1))",
     "torch.hstack([x, 2 * x])",
     "F.pad(x, (1, 1, 1, 1), 'reflect')",

@@ -7,6 +7,7 @@ bytes that this rank will send.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from distfx.errors import DistfxError, SizeError
-from distfx.layout import Layout, Split, Window
+from distfx.layout import Coords, Layout, Split, Window
 from distfx.moves import Exchange, Move, Slice
 from distfx.ops import LocalPart, LocalSize
 from distfx.passes.capture import InputSpec
@@ -92,8 +93,7 @@ def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str]
 
     def number(value: Any) -> Any:
         if isinstance(value, LocalSize):
-            numbered = replace(value, extent=evaluate(value.extent, values), split=_numbered(value.split, values))
-            return int(numbered.at(coords))
+            return int(_numbered_size(value, values).at(coords))
         if isinstance(value, LocalPart):
             return int(value.at(coords))
         return evaluate_number(value, values) if isinstance(value, sympy.Basic) else value
@@ -110,7 +110,7 @@ def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str]
             continue
         shape = evaluate_shape(node.meta["shape"], values) if node.meta.get("shape") is not None else ()
         new.meta["shape"] = shape
-        _check(node, new, values)
+        _check(node, new, values, coords)
         move = node.meta.get("move")
         if isinstance(move, Move):
             source = new.args[0]
@@ -146,6 +146,10 @@ def _numbered(split: Split, values: Values) -> Split:
     return replace(split, unit=evaluate(split.unit, values), window=window)
 
 
+def _numbered_size(size: LocalSize, values: Values) -> LocalSize:
+    return replace(size, extent=evaluate(size.extent, values), split=_numbered(size.split, values))
+
+
 def _numbered_layout(layout: Layout, values: Values) -> Layout:
     return replace(layout, dims=tuple(_numbered(split, values) for split in layout.dims))
 
@@ -153,7 +157,7 @@ def _numbered_layout(layout: Layout, values: Values) -> Layout:
 # -------------------------------------------------------------------------------------------------- checking
 
 
-def _check(node: Node, new: Node, values: Values) -> None:
+def _check(node: Node, new: Node, values: Values, coords: Coords) -> None:
     """Equations between sizes that capture left open, and shapes that make no sense: the same error on all ranks."""
     if any(size < 0 for size in new.meta["shape"]) or (
         math.prod(new.meta["shape"]) == 0 and node.op == "call_function" and node.meta.get("decision") is not None
@@ -170,6 +174,13 @@ def _check(node: Node, new: Node, values: Values) -> None:
             raise DistfxError(
                 f"{_sizes(values)}: {describe(node)} takes {want} features, but gets {have}. The model is tied to one "
                 f"size here: its input {show(spec.operands[0][0].meta['shape'][-1])} must equal {want}."
+            )
+    elif spec.row.name == "batch norm" and new.args[5:6] != (False,):
+        counts: Any = node.kwargs.get("count") or [size for dim, size in enumerate(new.meta["shape"]) if dim != 1]
+        if math.prod(_smallest(count, values, coords) for count in counts) < 2:
+            raise DistfxError(
+                f"{_sizes(values)}: {describe(node)} needs more than one value per channel in training"
+                + (", on each part of the batch that it normalises" if "apart" in node.kwargs else "")
             )
     elif spec.row.name == "reshape":
         before = math.prod(evaluate_shape(spec.operands[0][0].meta["shape"], values))
@@ -193,6 +204,16 @@ def _check(node: Node, new: Node, values: Values) -> None:
                     f"{_sizes(values)}: {describe(node)} pads dim {dim} of extent {source[dim]} by {width} "
                     f"in mode {spec.mode}, which is too much"
                 )
+
+
+def _smallest(size: Any, values: Values, coords: Coords) -> int:
+    """The least that a size is on any rank."""
+    if not isinstance(size, LocalSize):
+        return int(evaluate(size, values))
+    numbered = _numbered_size(size, values)
+    ranks = {axis: coords[axis][1] for axis in size.split.axes}
+    places = itertools.product(*map(range, ranks.values()))
+    return min(int(numbered.at({a: (i, ranks[a]) for a, i in zip(ranks, at, strict=True)})) for at in places)
 
 
 def _sizes(values: Values) -> str:

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -267,8 +267,10 @@ def _glu(graph: Graph, node: Node) -> None:
 
 
 def _narrow(graph: Graph, node: Node) -> None:
-    a: Any = node.args
-    node.target, node.args = aten.slice.Tensor, (a[0], a[1], a[2], a[2] + a[3])
+    x, dim, start, length = cast(Any, node.args)
+    if isinstance(start, int) and start < 0:  # from the end, which a slice of ``start + length`` would not be at 0
+        start = start + x.meta["shape"][dim]
+    node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
 
 
 def _pad(graph: Graph, node: Node) -> None:

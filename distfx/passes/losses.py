@@ -132,9 +132,9 @@ def _reduce_classes(
     shape, where = logs.meta["shape"], target.meta["shape"]
     dim = 1 if len(shape) > 1 else 0
     weights = make(ops.class_weights, target, weight, ignored, shape=where) if weight is not None else None
-    present = make(aten.ne.Scalar, target, ignored, shape=where, dtype=torch.bool)
-    ones = make(aten.to.dtype, present, make.node.meta["dtype"], shape=where)
-    counted = weights or ones
+    absent = make(aten.eq.Scalar, target, ignored, shape=where, dtype=torch.bool)
+    present = make(aten.logical_not.default, absent, shape=where, dtype=torch.bool)
+    counted = weights or make(aten.to.dtype, present, make.node.meta["dtype"], shape=where)
     each = make(ops.pick_class, logs, target, ignored, shape=where)
     each = make(aten.mul.Tensor, make(aten.neg.default, each, shape=where), counted, shape=where)
     if smoothing:
@@ -143,7 +143,7 @@ def _reduce_classes(
             every = make(aten.mul.Tensor, logs, _along(make, weight, dim, len(shape)), shape=shape)
         spread = make(aten.sum.dim_IntList, every, [dim], shape=where)
         spread = make(aten.mul.Tensor, spread, -smoothing / shape[dim], shape=where)
-        spread = make(aten.mul.Tensor, spread, ones, shape=where)
+        spread = make(aten.masked_fill.Scalar, spread, absent, 0.0, shape=where)
         each = make(aten.mul.Tensor, each, 1 - smoothing, shape=where)
         each = make(aten.add.Tensor, each, spread, shape=where)
     if reduction == NONE:

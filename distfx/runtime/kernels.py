@@ -215,12 +215,9 @@ class BatchNorm(Statistics):
         """What running statistics are moved towards."""
         if self.others is None:
             return mean, var
-        there = mean.new_tensor([float(self.count > 1)])
-        values = torch.cat([mean, var, there]) if self.count > 1 else mean.new_zeros(2 * len(mean) + 1)
         self.others.path = self.path
-        values = self.others.sum(values, "forward")
-        average = values[:-1] / values[-1]
-        return average[: len(mean)], average[len(mean) :]
+        average = self.others.sum(torch.stack([mean, var]), "forward").div_(self.others.segment.size)
+        return average[0], average[1]
 
     def __call__(
         self,
@@ -251,12 +248,11 @@ class _BatchNorm(torch.autograd.Function):
             local_mean, local_var = torch.batch_norm_update_stats(x.to(wide), None, None, 0.0)
         else:
             local_mean = local_var = x.new_zeros(channels, dtype=wide)
-        count = max(1, norm.count)  # none: a part without a batch of its own, and no values
-        mean = norm.sum(local_mean * here, "forward").div_(count)
+        mean = norm.sum(local_mean * here, "forward").div_(norm.count)
         square = norm.sum((local_var + (local_mean - mean).square_()) * here, "forward")
-        var = square / count
+        var = square / norm.count
         if running_mean is not None and running_var is not None:
-            towards_mean, towards_var = norm.running(mean, square / max(1, norm.count - 1))
+            towards_mean, towards_var = norm.running(mean, square / (norm.count - 1))
             running_mean.lerp_(towards_mean.to(running_mean.dtype), norm.momentum)
             running_var.lerp_(towards_var.to(running_var.dtype), norm.momentum)
         ctx.save_for_backward(x, weight, mean, var)
@@ -282,7 +278,7 @@ class _BatchNorm(torch.autograd.Function):
         else:
             dx, dweight, dbias = torch.empty_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
         if ctx.needs_input_grad[0]:
-            sums = norm.sum(torch.stack([dbias, dweight]), "backward").div_(max(1, norm.count))
+            sums = norm.sum(torch.stack([dbias, dweight]), "backward").div_(norm.count)
             shape = (1, -1, *(1,) * (x.dim() - 2))
             about = (x - mean.view(shape)).mul_((gain * scale * sums[1]).view(shape)).add_((gain * sums[0]).view(shape))
             dx = dx.sub_(about).to(x.dtype)
@@ -293,10 +289,10 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def pick_class(values: Tensor, target: Tensor, ignored: int) -> Tensor:
-    """At each position the value of the class (dim 1, or the only one) that ``target`` names; any where ignored."""
-    dim = min(1, values.dim() - 1)
-    index = target.masked_fill(target == ignored, 0).unsqueeze(dim)
-    return values.gather(dim, index).squeeze(dim)
+    """At each position the value of the class (dim 1, or the only one) that ``target`` names; zero where ignored."""
+    dim, absent = min(1, values.dim() - 1), target == ignored
+    index = target.masked_fill(absent, 0).unsqueeze(dim)
+    return values.gather(dim, index).squeeze(dim).masked_fill(absent, 0)
 
 
 def class_weights(target: Tensor, weight: Tensor, ignored: int) -> Tensor:

@@ -10,7 +10,7 @@ accumulation and ``autograd.grad`` therefore see finished gradients.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from distfx import ledger
 from distfx.grid import Grid, Segment
 from distfx.layout import Layout
 from distfx.runtime.failure import During
-from distfx.runtime.transport import Work, all_reduce, empty_like
+from distfx.runtime.transport import Work, all_reduce, empty_like, send_receive
 
 __all__ = ["Bucket", "Gradients", "distribute", "placements", "to_dtensor"]
 
@@ -51,21 +51,51 @@ def to_dtensor(local: Tensor, like_shape: torch.Size, layout: Layout, grid: Grid
 
 def distribute(value: Tensor, layout: Layout, grid: Grid, *, broadcast: bool) -> DTensor:
     """This rank's shard of ``value``, of rank 0's if ``broadcast``. ``value`` itself is left as it was."""
-    whole = value.detach()
+    whole, settled = value.detach(), layout.settled()
     device = (
         torch.device(grid.device_type)
         if grid.device_type == "cpu"
         else torch.device("cuda", torch.cuda.current_device())
     )
+
+    def part(rank: int) -> Tensor:
+        mine = whole
+        for dim, (lo, hi) in enumerate(settled.bounds(whole.shape, grid.placement(rank))):
+            mine = mine.narrow(dim, int(lo), int(hi - lo))
+        return mine
+
+    own = part(grid.rank)
+    shard = empty_like(own.shape, whole, device)  # dense; channels_last where the whole is
     if broadcast and grid.size > 1:
-        whole = whole.to(device, copy=True).contiguous()
         with During(f"broadcast of a parameter of shape {tuple(value.shape)}"):
-            dist.broadcast(whole, src=0)
-    part = whole
-    for dim, (lo, hi) in enumerate(layout.settled().bounds(value.shape, grid.placement())):
-        part = part.narrow(dim, int(lo), int(hi - lo))
-    own = empty_like(part.shape, value.detach(), device).copy_(part)  # dense; channels_last where the whole is
-    return to_dtensor(own, value.shape, layout, grid)
+            shard.copy_(_from_first(part, own, settled, grid, device))
+    else:
+        shard.copy_(own)
+    return to_dtensor(shard, value.shape, layout, grid)
+
+
+def _from_first(part: Callable[[int], Tensor], own: Tensor, layout: Layout, grid: Grid, device: torch.device) -> Tensor:
+    """This rank's part as rank 0 has it, of whose ``own`` it has the shape: no rank takes more than its shard.
+
+    Rank 0 sends each shard to the first of the ranks that have it, which broadcasts it to the others.
+    """
+    shards = grid.segment(tuple(axis for axis in grid.axes if layout.dim_of(axis) is not None))
+    copies = grid.segment(tuple(axis for axis in grid.axes if layout.dim_of(axis) is None))
+    mine = own.to(device, copy=True).contiguous()
+    if copies.index == 0 and shards.index == 0:
+        for member in range(1, shards.size):
+            other = part(shards.members[member]).to(device).contiguous()
+            _wait(send_receive(shards, [(member, other)] if other.numel() else [], []))
+    elif copies.index == 0:
+        _wait(send_receive(shards, [], [(0, mine)] if mine.numel() else []))
+    if copies.size > 1 and mine.numel():
+        dist.broadcast(mine, src=copies.members[0], group=copies.group)
+    return mine
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 # ------------------------------------------------------------------------------------------------- gradients
@@ -162,7 +192,7 @@ class _Early(torch.autograd.Function):
 class Gradients:
     """The parameters and buffers of one forward pass, as local tensors; created before it."""
 
-    def __init__(self, tensors: dict[str, DTensor], buckets: Sequence[Bucket], seed: int = 0) -> None:
+    def __init__(self, tensors: Mapping[str, DTensor], buckets: Sequence[Bucket], seed: int = 0) -> None:
         self.tensors = tensors
         self.seed = seed
         """What the random operators of this pass draw from."""
