@@ -2,6 +2,7 @@
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+JOBS   ?= 2
 PYTHON ?= $(shell for python in python3.11 python3; do $$python -c '' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
@@ -18,7 +19,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 test: lint ## lint, check the types, run the tests (PYTEST_ARGS="-k halo" for some of them)
-	$(BIN)/pytest -q $(PYTEST_ARGS)
+	$(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check

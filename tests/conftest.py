@@ -1,11 +1,14 @@
 """What all tests share: the ranks end with the session, and tests of one world run next to each other."""
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests import ranks
+from tests import captures, ranks
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if captures.FOLDER not in os.environ:  # else: a worker of pytest-xdist, whose parent has made it
+        folder = os.environ[captures.FOLDER] = tempfile.mkdtemp(prefix="distfx-captures-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     ranks.use(config.getoption("--transport"))
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import distfx
-from distfx.passes import capture
+from tests.captures import remembered
 from tests.ranks import run
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -38,31 +37,6 @@ def relative(have: Tensor, want: Tensor) -> float:
     scale = max(float(want.double().norm()), 1e-3 * math.sqrt(max(1, want.numel())))
     difference = float((have.double() - want.double()).norm())
     return difference / scale if difference else 0.0
-
-
-_programs: dict[Any, Any] = {}
-
-
-@contextmanager
-def remembered(*key: Any) -> Iterator[None]:
-    """Most of a test's time is torch.export: a rank exports a model once, for all the grids it is tried on.
-
-    What is remembered is the exported program alone; all of distfx runs for each grid.
-    """
-    plain = capture._export
-
-    def export(model: nn.Module, examples: Any, keywords: Any, shapes: Any, guess: bool) -> Any:
-        sizes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((examples, keywords)) if isinstance(leaf, Tensor)]
-        full = (*key, str(sizes), str(keywords.keys()), capture.Mode.of(model))
-        if full not in _programs:
-            _programs[full] = plain(model, examples, keywords, shapes, guess)
-        return _programs[full]
-
-    capture._export = export
-    try:
-        yield
-    finally:
-        capture._export = plain
 
 
 def exact(

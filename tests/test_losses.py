@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import distfx
-from tests.exact import relative, remembered
+from tests.captures import remembered
+from tests.exact import relative
 from tests.models import on
 from tests.ranks import run
 

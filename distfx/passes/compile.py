@@ -66,10 +66,8 @@ def compile_capture(
 ) -> Compiled:
     """Run all symbolic passes. ``stored``: parameters whose layout another graph has fixed; ``statistics``: the axes
     over which batch norms are computed, if not over all."""
-    original, capture = (
-        capture,
-        replace(capture, module=_copy(capture.module)),
-    )  # it may be planned again, for other sizes
+    original = capture  # it may be planned again, for other sizes
+    capture = replace(original, module=_copy(original.module))
     for node in capture.graph.find_nodes(op="call_function", target=aten.batch_norm.default):
         node.meta["statistics"] = statistics
     records: list[PassRecord] = []
