@@ -1,12 +1,15 @@
 """Failing well: one rank of four dies, stops, raises or leaves; the others say so, in which layer, and end.
 
-The ranks of a launched test run this file: `python -m tests.test_failures <when> <how> <folder> <timeout> <victim>`.
+The ranks of a launched test run this file: `python -m tests.test_failures rank <when> <how> <folder> <timeout>`.
 
-Every way to fail and every phase is tested under torchrun and under mpiexec, in some combinations; `pytest -m matrix`
+Every way to fail in every phase is tested under torchrun's agent, whose ranks are forked from a process that has
+imported everything, and in some combinations under `torchrun` and `mpiexec` as a user starts them; `pytest -m matrix`
 runs the others, too.
 """
 
+import atexit
 import itertools
+import json
 import os
 import re
 import signal
@@ -17,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -25,10 +28,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import distfx
 from distfx.runtime import failure, halo_conv, halves
 from distfx.runtime.functions import RunMove
+from tests.captures import FOLDER, remembered
 from tests.ranks import Failure, run, run_raises
 from tests.test_launch import Program, mpiexec, needs_mpi, python, start, torchrun
 
@@ -36,6 +41,7 @@ WORLD = 4
 TIMEOUT = float(os.environ.get("DISTFX_TEST_FAILURE_TIMEOUT", 6))  # of `init`; ranks compile a small model in less
 MARGIN = 10.0  # seconds within which, after the timeout, every survivor has ended
 BUSY = 240.0  # seconds for a busy machine to start the ranks
+SHARED = {FOLDER: os.environ[FOLDER]} if FOLDER in os.environ else {}
 
 # What the ranks do.
 
@@ -97,13 +103,14 @@ def rank_of_launch() -> int:
     return int(next(os.environ[name] for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ))
 
 
-def main(when: str, how: str, path: str, timeout: str, victim: str = "2") -> None:
+def rank(when: str, how: str, path: str, timeout: str, victim: str = "2") -> None:
     folder, rank = Path(path), rank_of_launch()
     doomed = rank == int(victim)
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     meet(folder, "start", rank)
     distfx.init(timeout=float(timeout))
-    net = distfx.parallelize(Net(), distfx.Grid(h=WORLD))
+    with remembered(Net):
+        net = distfx.parallelize(Net(), distfx.Grid(h=WORLD))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     x = torch.randn(2, 3, 16, 16)
     net(x).sum().backward()
@@ -117,6 +124,51 @@ def main(when: str, how: str, path: str, timeout: str, victim: str = "2") -> Non
     optimizer.step()
     dcp.save({"model": net.state_dict()}, checkpoint_id=folder / "checkpoint")
     print("all was well", flush=True)
+
+
+# How they are started.
+
+
+def as_a_program(*args: str) -> NoReturn:
+    """Be a rank, and end as a program of its own would: what is not caught goes to the hook."""
+    code: Any = 0
+    try:
+        rank(*args)
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code or 0))
+
+
+def agent(*args: str) -> None:
+    """What torchrun does, with ranks that are forked instead of started: an import of torch takes seconds."""
+    config = LaunchConfig(
+        *(1, 1, WORLD),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=str(os.getpid()),
+        start_method="fork",
+        max_restarts=0,
+    )
+    elastic_launch(config, as_a_program)(*args)
+
+
+def plain(*args: str) -> None:
+    """Ranks that nobody looks after, as under `srun`: here one only waits for them, and prints their exit codes."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORLD)}
+    children = []
+    for number in range(WORLD):
+        if (child := os.fork()) == 0:
+            os.environ["RANK"] = str(number)
+            os.dup2(os.open(f"{args[2]}/err{number}", os.O_WRONLY | os.O_CREAT), 2)
+            as_a_program(*args)
+        children.append(child)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
 
 
 # Starting and watching them.
@@ -168,26 +220,30 @@ def free_port() -> int:
 
 
 def by_plain(when: str, how: str, folder: Path, victim: int = 2) -> tuple[list[int], list[str]]:
-    """Four processes that nobody looks after, as under `srun`: exit codes and messages of each."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORLD)}
-    command = python("tests.test_failures", when, how, str(folder), str(TIMEOUT), str(victim))
-    programs = [start(command, {**meeting, "RANK": str(rank)}) for rank in range(WORLD)]
+    """Exit codes and messages of each."""
+    program = start(python("tests.test_failures", "plain", when, how, str(folder), str(TIMEOUT), str(victim)), SHARED)
     try:
-        watch(folder, programs[0])
+        watch(folder, program)
     finally:
-        ends = [program.end(0.5) for program in programs]
-    return [code for code, _, _ in ends], [err for _, _, err in ends]
+        _, out, err = program.end(10)
+        print(err)  # seen if the test fails
+    return json.loads(out.splitlines()[-1]), [(folder / f"err{number}").read_text() for number in range(WORLD)]
+
+
+def by_agent(when: str, how: str) -> str:
+    """The messages of a job that fails: it must end by itself, in time, and leave no process behind."""
+    with folder_of_ranks() as folder:
+        return _ended(python("tests.test_failures", "agent", when, how, str(folder), str(TIMEOUT)), folder)
 
 
 def by_launcher(launcher: Callable[..., list[str]], when: str, how: str, *options: str) -> str:
-    """The messages of a job that fails: it must end by itself, in time, and leave no process behind."""
     with folder_of_ranks() as folder:
-        command, *rest = launcher(WORLD, "tests.test_failures", when, how, str(folder), str(TIMEOUT))
+        command, *rest = launcher(WORLD, "tests.test_failures", "rank", when, how, str(folder), str(TIMEOUT))
         return _ended([command, *options, *rest], folder)
 
 
 def _ended(command: Sequence[str], folder: Path) -> str:
-    program, code = start(command), None
+    program, code = start(command, SHARED), None
     try:
         watch(folder, program)
         code = program.process.wait(15)
@@ -243,27 +299,25 @@ def cells(chosen: set[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*cell, marks=[] if cell in chosen else [pytest.mark.matrix]) for cell in every]
 
 
-UNDER_TORCHRUN = {
-    ("forward", "kill"),
-    ("forward", "stop"),
-    ("backward", "raise"),
-    ("backward", "exit"),
-    ("checkpoint", "kill"),
-    ("checkpoint", "stop"),
-}
-
-
-@pytest.mark.parametrize("when, how", cells(UNDER_TORCHRUN))
-def test_torchrun(when: str, how: str) -> None:
-    error = by_launcher(torchrun, when, how)
+def assert_named(error: str, when: str, how: str) -> None:
     if how == "raise":
         assert "ValueError: sample 17 is broken" in error and error.find("ValueError") < error.find("Failures:")
     assert names_the_cause(error, when, how), error
 
 
-def test_torchrun_when_the_others_do_not_wait() -> None:
+@pytest.mark.parametrize("when, how", [*itertools.product(WHEN, HOW)])
+def test_the_agent_of_torchrun(when: str, how: str) -> None:
+    assert_named(by_agent(when, how), when, how)
+
+
+@pytest.mark.parametrize("when, how", cells({("forward", "kill"), ("backward", "raise")}))
+def test_torchrun(when: str, how: str) -> None:
+    assert_named(by_launcher(torchrun, when, how), when, how)
+
+
+def test_when_the_others_do_not_wait() -> None:
     """The rank's own message is there, and is the first."""
-    error = by_launcher(torchrun, "between", "raise")
+    error = by_agent("between", "raise")
     assert "ValueError: sample 17 is broken" in error and error.find("ValueError") < error.find("Failures:")
 
 
@@ -457,4 +511,4 @@ def test_check_names_the_first_bad_node(spoil: str, words: tuple[str, ...]) -> N
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    {"rank": rank, "agent": agent, "plain": plain}[sys.argv[1]](*sys.argv[2:])
