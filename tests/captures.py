@@ -26,12 +26,15 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from distfx import engine
+from distfx.errors import CaptureError
 from distfx.passes.capture import Capture, Mode
 
 FOLDER = "DISTFX_TEST_CAPTURES"
 """The variable that names the folder; without it every rank captures for itself."""
 
 PATIENCE = 60.0  # seconds for rank 0 to capture, on a busy machine
+
+_GRAPH = b"graph:"
 
 _known: dict[str, Capture] = {}
 
@@ -46,7 +49,9 @@ def remembered(*key: Any) -> Iterator[None]:
         leaves = [
             (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in pytree.tree_leaves((args, kwargs or {}))
         ]
-        rest = {name: value for name, value in options.items() if name != "training"}
+        leading = [leaf[0][0] for leaf in leaves if isinstance(leaf, tuple) and leaf[0]]
+        ones = all(size == 1 for size in leading)  # else there is no use for batch=
+        rest = (options.get("batch") if ones else None, options.get("guess"))
         full = repr((*map(_text, key), leaves, sorted(kwargs or {}), mode, rest))
         if full not in _known:
             _known[full] = _shared(full, lambda: plain(model, args, kwargs, **options))
@@ -64,7 +69,7 @@ def _text(key: Any) -> str:
 
 
 def _shared(key: str, make: Callable[[], Capture]) -> Capture:
-    """What the file of this key has. Rank 0 writes it; if it cannot, every rank makes its own, and meets the error."""
+    """What the file of this key has: rank 0 writes it, be it a capture or the error that came of it."""
     folder, alone = os.environ.get(FOLDER), not dist.is_initialized() or dist.get_world_size() == 1
     if folder is None or "<lambda>" in key or " at 0x" in key:
         return make()
@@ -73,19 +78,21 @@ def _shared(key: str, make: Callable[[], Capture]) -> Capture:
     first = alone or dist.get_rank() == 0
     while not first and not file.exists() and time.monotonic() < end:
         time.sleep(0.01)
-    if not file.exists():
-        data, made = b"", None
+    if file.exists():
+        data = file.read_bytes()
+        made = _loads(data) if data.startswith(_GRAPH) else CaptureError(data.decode())
+    else:
         try:
             made = make()
-            data = _dumps(made)
-            return made
-        finally:
-            if first:
-                part = file.with_suffix(f".{os.getpid()}")
-                part.write_bytes(data)
-                part.rename(file)
-    data = file.read_bytes()
-    return _loads(data) if data else make()
+        except CaptureError as error:
+            made = error
+        if first:
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_bytes(_dumps(made) if isinstance(made, Capture) else str(made).encode())
+            part.rename(file)
+    if isinstance(made, CaptureError):
+        raise made
+    return made
 
 
 # A graph as plain values: nodes by their names, ATen operators by theirs.
@@ -119,22 +126,25 @@ def _plain(data: Any) -> bytes:
 
 
 def _dumps(capture: Capture) -> bytes:
-    held = {**dict(capture.module.named_parameters()), **dict(capture.module.named_buffers())}
+    held = [
+        *capture.module.named_parameters(remove_duplicate=False),
+        *capture.module.named_buffers(remove_duplicate=False),
+    ]
     tensors = {
         name: torch.empty_like(value, device="meta") if isinstance(value, nn.Parameter) else value
-        for name, value in held.items()
+        for name, value in held
     }
     nodes = [
         _plain((node.op, node.name, node.target, node.args, node.kwargs, node.meta)) for node in capture.graph.nodes
     ]
     rest = {field.name: getattr(capture, field.name) for field in fields(capture) if field.name != "module"}
-    return _plain((tensors, nodes, rest))
+    return _GRAPH + _plain((tensors, nodes, rest))
 
 
 def _loads(data: bytes) -> Capture:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own way to unpickle a LeafSpec
-        tensors, nodes, rest = _Unpickler(data).load()
+        tensors, nodes, rest = _Unpickler(data.removeprefix(_GRAPH)).load()
     graph, made = Graph(), dict[str, Node]()
     for each in nodes:
         reader = _Unpickler(each)
