@@ -22,6 +22,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import shutil
@@ -47,6 +48,7 @@ T = TypeVar("T")
 
 MAX_WORLD = 8
 START = 120.0  # seconds for a worker to import torch, on a busy machine
+RENEW = 8  # calls after which a process group is made anew
 GRACE = 5.0  # seconds that the other ranks get after the first failure
 COLLECTIVE = float(os.environ.get("DISTFX_TEST_TIMEOUT", 30))  # seconds until a hung collective raises by itself
 TRANSPORTS = ("gloo", "mpi")
@@ -274,8 +276,8 @@ class MpiWorker(Worker):
 class Pool:
     """The workers, and the one process group that some of them form at present.
 
-    The group is made anew only when the world changes, and after a failure: messages of the failed call may still be
-    under way in the old one.
+    The group is made anew only when the world changes, after a failure (messages of the failed call may still be under
+    way in the old one), and now and then: grids leave groups behind, whose threads wake up a hundred times a second.
     """
 
     backend = "gloo"
@@ -284,6 +286,7 @@ class Pool:
         self.workers: list[Worker] = []
         self.world = 0  # size of the present group; 0 when there is none
         self.groups = 0  # how many there were: each meets in its own part of the store
+        self.calls = 0  # of the present one
         self.store: dist.TCPStore | None = None
 
     def call(
@@ -293,9 +296,10 @@ class Pool:
         if not 1 <= world <= MAX_WORLD:
             raise ValueError(f"world={world}: the pool has 1 to {MAX_WORLD} ranks")
         request = _request(fn, args, kwargs)
-        if world != self.world:
+        if world != self.world or self.calls >= RENEW:
             with self._killing(MAX_WORLD):
                 self._join(world)
+        self.calls += 1
         with self._killing(world):
             outcomes = self._ask(self.workers[:world], [request] * world, timeout, _name(fn))
         if any(isinstance(each, Failure) for each in outcomes):
@@ -319,7 +323,7 @@ class Pool:
             worker.ready = True
         if self.store is None:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.world, self.groups = 0, self.groups + 1
+        self.world, self.groups, self.calls = 0, self.groups + 1, 0
         requests = [_request(leave)] * len(self.workers)
         for rank in range(world):
             requests[rank] = _request(join, (self.backend, self.store.port, str(self.groups), rank, world))
@@ -482,7 +486,11 @@ def leave() -> None:
     if forget is not None:
         forget()
     if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+        _redistribute.clear_redistribute_planner_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+    gc.collect()  # models, whose meshes keep groups and their threads alive
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ runs the others, too.
 """
 
 import atexit
+import importlib
 import itertools
 import json
 import os
@@ -147,6 +148,7 @@ def as_a_program(*args: str) -> NoReturn:
 
 def agent(*args: str) -> None:
     """What torchrun does, with ranks that are forked instead of started: an import of torch takes seconds."""
+    importlib.import_module("torch._dynamo")  # DTensor will
     config = LaunchConfig(
         *(1, 1, WORLD),
         rdzv_backend="c10d",
@@ -160,6 +162,7 @@ def agent(*args: str) -> None:
 
 def plain(*args: str) -> None:
     """Ranks that nobody looks after, as under `srun`: here one only waits for them, and prints their exit codes."""
+    importlib.import_module("torch._dynamo")  # DTensor will
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORLD)}
     children = []
     for number in range(WORLD):

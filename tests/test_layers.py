@@ -607,6 +607,41 @@ def test_norms_of_weights(world: int, grid: str, name: str, train: bool) -> None
     check(Reparametrised, grid, [(2, 3, 6, 5)], kwargs={"name": name}, train=train, steps=2)
 
 
+class Standardised(nn.Conv2d):
+    """Weight standardisation with a gain, by hand or, as timm does it, by a batch norm of the weight."""
+
+    def __init__(self, *args: Any, by_norm: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.by_norm = by_norm
+        self.gain = nn.Parameter(torch.randn(self.out_channels, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight
+        if self.by_norm:
+            flat = w.reshape(1, self.out_channels, -1)
+            w = F.batch_norm(flat, None, None, weight=self.gain.view(-1), training=True).reshape_as(w)
+        else:
+            var, mean = torch.var_mean(w, dim=(1, 2, 3), keepdim=True, correction=0)
+            w = self.gain * (w - mean) * torch.rsqrt(var + 1e-5)
+        return F.conv2d(x, w, self.bias, self.stride, self.padding)
+
+
+class StandardisedStack(nn.Sequential):
+    def __init__(self, by_norm: bool) -> None:
+        first = Standardised(3, 8, 3, padding=1, by_norm=by_norm)
+        super().__init__(first, nn.ReLU(), Standardised(8, 6, 3, stride=2, by_norm=by_norm))
+
+
+@pytest.mark.parametrize("by_norm", [False, True])
+@on("c2", "c3", "c2h2", "n2c2")
+def test_computed_weights_are_computed_in_shards(world: int, grid: str, by_norm: bool) -> None:
+    results = check(StandardisedStack, grid, [(2, 3, 8, 7)], kwargs={"by_norm": by_norm}, strategy="stationary-y")
+    moves = [move for row in results[0]["rows"] if "conv" not in row.op for move in row.moves]
+    assert not [move for move in moves if not move.startswith("fan")], moves
+    stored = {row.layout for row in results[0]["rows"] if row.path == "2" and row.op.startswith("rsqrt")}
+    assert all("c" in layout for layout in stored)
+
+
 def frozen(grid: str, names: tuple[str, ...]) -> dict[str, float]:
     """The errors of a model some of whose parameters need no gradient; one that has a gradient all the same is 1."""
     torch.manual_seed(5)

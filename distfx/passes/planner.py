@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import sympy
@@ -78,6 +78,15 @@ class Decisions:
     """The axes that some operator can use."""
     trained: set[Node] = field(default_factory=set)
     """The nodes that have a gradient, if the inputs have none."""
+    computed: dict[Node, None] = field(default_factory=dict)
+    """The nodes that are made of parameters alone (standardised weights), in order."""
+
+    def store(self, decision: Decision, sizes: Mapping[str, int], fixed: Collection[str]) -> None:
+        """Parameters that a decision needs split are stored so, if nothing else was decided before."""
+        for operand, need in decision.needs:
+            free = operand.op == "get_attr" and str(operand.target) not in fixed
+            if free and need.split_axes and not self.layouts[operand].split_axes:
+                self.layouts[operand] = storage_layout(need, list(sizes))
 
     @property
     def whole(self) -> list[Node]:
@@ -292,12 +301,39 @@ def decide(
             plan.layouts[node] = decision.result
             if any(operand in plan.trained for operand in node.all_input_nodes):
                 plan.trained.add(node)
-            for operand, need in decision.needs:
-                free = operand.op == "get_attr" and str(operand.target) not in {*stored, *written}
-                if free and need.split_axes and not plan.layouts[operand].split_axes:
-                    plan.layouts[operand] = storage_layout(need, list(sizes))
+            made_of = node.all_input_nodes
+            if made_of and all(operand.op == "get_attr" or operand in plan.computed for operand in made_of):
+                plan.computed[node] = None
+            plan.store(decision, sizes, {*stored, *written})
+    _split_computed(plan, sizes, {*stored, *written})
     _check_pins(graph, pins, matched)
     return plan
+
+
+def _split_computed(plan: Decisions, sizes: Mapping[str, int], fixed: Collection[str]) -> None:
+    """Weights that are computed are computed in the shards that all their users need, and stored so, as others are.
+
+    Until now they were planned whole: what they are made of is found before who uses them.
+    """
+    for node in reversed(plan.computed):
+        decision = plan.nodes[node]
+        if decision.spec is None or not node.users.keys() <= plan.nodes.keys():
+            continue
+        needs = [need for user in node.users for operand, need in plan.nodes[user].needs if operand is node]
+        wanted = {storage_layout(need, list(sizes)) for need in needs}
+        if len(wanted) != 1:
+            continue
+        (layout,) = wanted
+        words = zip(decision.spec.result, layout.dims, strict=True)
+        axes = {word.factors[0]: split.axes for word, split in words if split.axes and word.factors}
+        projected = project(decision.spec, axes, sizes) if axes else None
+        if projected is None or projected[1] != layout:
+            continue
+        if any(split.window for _, need in projected[0] for split in need.dims):
+            continue
+        plan.nodes[node] = replace(decision, axes=axes, needs=projected[0], raw=layout, result=layout)
+        plan.layouts[node] = layout
+        plan.store(plan.nodes[node], sizes, fixed)
 
 
 def _pin(node: Node, pins: Pins, matched: set[str]) -> str:
@@ -415,7 +451,7 @@ def _cost(
     sent, moves = 0.0, 0
     for number, (operand, need) in enumerate(decision.needs):
         shape = evaluate_shape(operand.meta["shape"], hints)
-        if operand.op == "get_attr":
+        if operand.op == "get_attr" or operand in plan.computed:
             kept = stored.get(str(operand.target)) or storage_layout(need, list(sizes))
             over = math.prod(sizes[axis] for axis in need.varying | (need.split_axes - kept.split_axes))
             local = math.prod(shape) / math.prod(sizes[axis] for axis in kept.split_axes)
