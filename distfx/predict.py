@@ -39,7 +39,7 @@ def _has_gradient(bound: Bound, inputs: Mapping[str, bool], trained: Mapping[str
 
 
 def _passes_gradients(node: Node) -> bool:
-    if node.target in _CONSTANT:
+    if node.target in _CONSTANT or str(node.kwargs.get("operator")) in _DRAWN:
         return False
     dtype = node.meta.get("dtype")
     return dtype is None or dtype.is_floating_point or dtype.is_complex
@@ -57,6 +57,10 @@ _CONSTANT = (
     aten.new_empty.default,
 )
 """Operators whose result has no gradient whatever its operands have."""
+
+
+_DRAWN = ("rand.default", "randn.default", "rand_like.default", "randn_like.default")
+"""Random numbers that depend on nothing."""
 
 
 def _counts(node: Node, has_gradient: Mapping[Node, bool], grid: Grid) -> tuple[int, int, int, int] | None:

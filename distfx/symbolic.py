@@ -7,6 +7,7 @@ that touches torch's private sympy helpers.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
@@ -86,6 +87,7 @@ class _Printer(StrPrinter):
         return f"{base}//{divisor}"
 
 
+@functools.lru_cache(maxsize=4096)
 def show(size: Size) -> str:
     """A size for readers.
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.exact import ranks_of
+from tests.exact import check, ranks_of
 
 
 def on(*grids: str) -> pytest.MarkDecorator:
@@ -29,11 +29,6 @@ def cases(names: str, table: Iterable[tuple[Any, ...]], at: int = 0) -> pytest.M
     return pytest.mark.parametrize(("world", *names.split()), rows, ids=ids)
 
 
-def layers(*texts: str) -> dict[str, Any]:
-    """The arguments of :func:`stack`."""
-    return {"texts": texts}
-
-
 class Apply(nn.Module):
     """``f("x.relu() * 2")``: an expression of the input ``x``."""
 
@@ -43,6 +38,17 @@ class Apply(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return eval(self.text, {"torch": torch, "F": F, "x": x})
+
+
+class Beside(nn.Module):
+    """Stacks of layers that take the same input, each with an output of its own: one capture for a table of cases."""
+
+    def __init__(self, branches: tuple[tuple[str, ...], ...]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(stack(*texts) for texts in branches)
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        return tuple(branch(x) for branch in self.branches)
 
 
 class Residual(nn.Module):
@@ -61,8 +67,23 @@ class Residual(nn.Module):
 
 def stack(*given: str, texts: Iterable[str] = ()) -> nn.Sequential:
     """The layers that ``texts`` name, one after another; ``f`` is :class:`Apply`, ``both`` is :class:`Residual`."""
-    names = {**vars(nn), "f": Apply, "both": Residual, "stack": stack}
+    names = {**vars(nn), "f": Apply, "both": Residual, "beside": Beside, "stack": stack}
     return nn.Sequential(*(eval(text, names) for text in (*given, *texts)))
+
+
+def layers(*texts: str) -> dict[str, Any]:
+    """The arguments of :func:`stack`."""
+    return {"texts": texts}
+
+
+def same(grid: str, shape: tuple[int, ...], *texts: str, **options: Any) -> list[dict[str, Any]]:
+    """The layers ``texts`` on ``grid`` equal the plain ones."""
+    return check(stack, grid, [shape], kwargs=layers(*texts), **options)
+
+
+def beside(grid: str, shape: tuple[int, ...], branches: Iterable[tuple[str, ...]], *first: str) -> None:
+    """Each of ``branches`` after the layers ``first``, all in one model, equals the plain ones."""
+    same(grid, shape, *first, f"beside({tuple(branches)!r})", example=True)
 
 
 class Block(nn.Module):

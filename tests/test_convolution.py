@@ -11,48 +11,42 @@ from torch import Tensor, nn
 
 import distfx
 from tests.exact import check, relative
-from tests.models import Block, cases, layers, on, stack
+from tests.models import Block, beside, cases, layers, on, same, stack
 from tests.ranks import run
 
 ALGORITHMS = ("stationary-x", "stationary-y", "stationary-w")
 
 
-def same(grid: str, shape: tuple[int, ...], *texts: str, **options: Any) -> list[dict[str, Any]]:
-    """The layers ``texts`` on ``grid`` equal the plain ones."""
-    return check(stack, grid, [shape], kwargs=layers(*texts), **options)
-
-
 # ------------------------------------------------------------------------------------------------- geometry
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        "Conv2d(3, 4, 7, 2, 3)",  # the stem of a ResNet
-        "Conv2d(3, 4, 7, 2, 3, bias=False)",
-        "Conv2d(3, 4, 11, 4, 2)",  # of an AlexNet
-        "Conv2d(3, 4, 4, 4)",  # of a vision transformer
-        "Conv2d(3, 4, 2)",
-        "Conv2d(3, 4, 4, padding=1)",
-        "Conv2d(3, 4, 4, 2, 1)",
-        "Conv2d(3, 4, 6, 3, 2)",
-        "Conv2d(3, 4, 2, padding='same')",
-        "Conv2d(3, 4, 4, padding='same')",
-        "Conv2d(3, 4, (4, 3), dilation=(3, 2), padding='same')",
-        "Conv2d(3, 4, 3, padding='valid')",
-        "Conv2d(3, 4, 5)",
-        "Conv2d(3, 4, 3, padding=2, dilation=2)",
-        "Conv2d(3, 4, 3, 2, 3, dilation=3)",
-        "Conv2d(3, 4, 3, padding=3)",  # more padding than the kernel reaches: a border of bias alone
-        "Conv2d(3, 4, (1, 5), (1, 2), (0, 2))",
-        "Conv2d(3, 4, 1, 2)",
-        "Conv2d(3, 4, 1, 3, padding=1)",
-        "Conv2d(3, 4, 2, 3)",  # a stride that leaves out rows
-    ],
-)
+GEOMETRIES = [
+    "Conv2d(3, 4, 7, 2, 3)",  # the stem of a ResNet
+    "Conv2d(3, 4, 7, 2, 3, bias=False)",
+    "Conv2d(3, 4, 11, 4, 2)",  # of an AlexNet
+    "Conv2d(3, 4, 4, 4)",  # of a vision transformer
+    "Conv2d(3, 4, 2)",
+    "Conv2d(3, 4, 4, padding=1)",
+    "Conv2d(3, 4, 4, 2, 1)",
+    "Conv2d(3, 4, 6, 3, 2)",
+    "Conv2d(3, 4, 2, padding='same')",
+    "Conv2d(3, 4, 4, padding='same')",
+    "Conv2d(3, 4, (4, 3), dilation=(3, 2), padding='same')",
+    "Conv2d(3, 4, 3, padding='valid')",
+    "Conv2d(3, 4, 5)",
+    "Conv2d(3, 4, 3, padding=2, dilation=2)",
+    "Conv2d(3, 4, 3, 2, 3, dilation=3)",
+    "Conv2d(3, 4, 3, padding=3)",  # more padding than the kernel reaches: a border of bias alone
+    "Conv2d(3, 4, (1, 5), (1, 2), (0, 2))",
+    "Conv2d(3, 4, 1, 2)",
+    "Conv2d(3, 4, 1, 3, padding=1)",
+    "Conv2d(3, 4, 2, 3)",  # a stride that leaves out rows
+]
+
+
 @on("h2w2", "h3")
-def test_geometry(world: int, grid: str, layer: str) -> None:
-    same(grid, (2, 3, 15, 14), layer)
+def test_geometry(world: int, grid: str) -> None:
+    beside(grid, (2, 3, 15, 14), [(layer,) for layer in GEOMETRIES])
 
 
 @cases(
@@ -144,22 +138,21 @@ def test_padding_modes(world: int, grid: str, shape: tuple[int, ...], layer: str
     same(grid, shape, layer.format(repr(mode)))
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [f"ConvTranspose2d(3, 4, {k}, {s}, {p})" for k in (2, 3, 4) for s in (1, 2, 3) for p in (0, 1)]
-    + [
-        "ConvTranspose2d(3, 4, 3, 2, 1, output_padding=1)",
-        "ConvTranspose2d(3, 4, 4, 3, 1, output_padding=2)",
-        "ConvTranspose2d(3, 4, 1, 3, output_padding=(2, 1))",
-        "ConvTranspose2d(3, 4, 2, 4, output_padding=3)",
-        "ConvTranspose2d(3, 4, 3, 2, 2, dilation=2)",
-        "ConvTranspose2d(3, 4, 3, 2, dilation=3, bias=False, output_padding=2)",
-        "ConvTranspose2d(3, 4, (3, 5), (2, 1), (1, 2))",
-    ],
-)
+TRANSPOSED = [
+    *(f"ConvTranspose2d(3, 4, {k}, {s}, {p})" for k in (2, 3, 4) for s in (1, 2, 3) for p in (0, 1)),
+    "ConvTranspose2d(3, 4, 3, 2, 1, output_padding=1)",
+    "ConvTranspose2d(3, 4, 4, 3, 1, output_padding=2)",
+    "ConvTranspose2d(3, 4, 1, 3, output_padding=(2, 1))",
+    "ConvTranspose2d(3, 4, 2, 4, output_padding=3)",
+    "ConvTranspose2d(3, 4, 3, 2, 2, dilation=2)",
+    "ConvTranspose2d(3, 4, 3, 2, dilation=3, bias=False, output_padding=2)",
+    "ConvTranspose2d(3, 4, (3, 5), (2, 1), (1, 2))",
+]
+
+
 @on("h2w2", "h3")
-def test_transposed(world: int, grid: str, layer: str) -> None:
-    same(grid, (1, 3, 5, 6), layer)
+def test_transposed(world: int, grid: str) -> None:
+    beside(grid, (1, 3, 5, 6), [(layer,) for layer in TRANSPOSED])
 
 
 @pytest.mark.parametrize("strategy", ("auto", *ALGORITHMS))

@@ -317,6 +317,31 @@ def test_picks(texts: tuple[str, ...], grid: str) -> None:
     expressions(grid, texts)
 
 
+class Noise(nn.Module):
+    """Noise in the shape of an activation, which has no gradient, and what a convolution makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return y + self.second(torch.randn_like(y))
+
+
+def noisy(grid: str) -> list[tuple[int, int]]:
+    net = distfx.parallelize(Noise(), grid)
+    with distfx.record_comm() as ledger:
+        net(torch.randn(4, 3, 8, 8)).sum().backward()
+    return [(net.plan.bytes(phase), ledger.bytes(phase=phase)) for phase in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("grid", ["h2", "c2"])
+def test_noise_has_no_gradient(grid: str) -> None:
+    for phases in run(2, noisy, grid):
+        assert all(predicted == counted for predicted, counted in phases), phases
+
+
 def dropped(grid: str, features: bool) -> list[Tensor]:
     torch.manual_seed(11 + 1000 * torch.distributed.get_rank())  # only rank 0's seed matters
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout2d(0.4) if features else nn.Dropout(0.4))

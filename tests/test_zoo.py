@@ -138,7 +138,7 @@ def _define_missing_operators() -> None:
 
 def compare(text: str, grid: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """On a rank: the exactness test in brief."""
-    result = exact(build, grid, [shape], kwargs={"text": text})
+    result = exact(build, grid, [shape], kwargs={"text": text}, example=True)
     worst = max(result["errors"], key=lambda name: result["errors"][name])
     return {
         "error": result["errors"][worst],
