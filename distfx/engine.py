@@ -7,10 +7,14 @@ and the graph of every compilation.
 from __future__ import annotations
 
 import inspect
+import os
 import platform
+import sys
+import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +54,9 @@ __all__ = ["Engine", "Runnable"]
 
 KEPT = 256
 """So many bound graphs are kept; the oldest goes first."""
+
+SLOW = 30.0
+"""Seconds after which a user is told what is being done."""
 
 State = tuple[tuple[bool, torch.dtype], ...]
 Ready = Callable[[Compiled | None], Mapping[str, DTensor]]
@@ -127,13 +134,26 @@ class Engine:
         """
         graphs = self.compiled[mode]
         if another or not graphs:
-            captured = self._capture(mode, args, kwargs, follow=another)
+            with self._patience(f"torch.export is tracing {type(self.model).__name__}, once for each mode"):
+                captured = self._capture(mode, args, kwargs, follow=another)
             if captured is None:
                 return None
             compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, self.stored, self.statistics)
             self._check_strict(compiled)
             graphs.append(compiled)
         return graphs[-1] if another else graphs[0]
+
+    @contextmanager
+    def _patience(self, what: str) -> Iterator[None]:
+        """Rank 0 says what takes so long, if it does."""
+        timer = threading.Timer(SLOW, lambda: print(f"distfx: {what}; this takes long", file=sys.stderr, flush=True))
+        timer.daemon = True
+        if self.grid.rank == 0 and os.environ.get("DISTFX_QUIET", "0") in ("", "0"):
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _check_strict(self, compiled: Compiled) -> None:
         if compiled.decisions.whole and self.strict:

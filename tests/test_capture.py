@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 import distfx
+from distfx import engine
 from distfx.errors import CaptureError, DistfxError
 from distfx.passes.capture import Capture, capture, infer_inputs
 from distfx.passes.nodes import describe
@@ -141,6 +142,20 @@ def test_one_capture_serves_all_sizes_though_the_example_was_a_single_sample() -
 
 def sizes(captured: Capture, **values: int) -> dict[sympy.Symbol, int]:
     return {symbol: values[str(symbol)] for symbol in captured.hints}
+
+
+def test_a_slow_capture_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(engine, "SLOW", 0.0)
+    distfx.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3)), {})
+    assert "distfx: torch.export is tracing Sequential, once for each mode; this takes long" in capfd.readouterr().err
+
+
+def test_sizes_that_cannot_be_symbols_are_fixed() -> None:
+    """torch's solver fails on the sizes of an AlexNet at 64 x 64: its batch stays a symbol all the same."""
+    pools = [nn.MaxPool2d(3, 2), nn.Conv2d(4, 4, 5, padding=2), nn.MaxPool2d(3, 2), nn.MaxPool2d(3, 2)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 11, 4, 2), *pools, nn.AdaptiveAvgPool2d((6, 6)))
+    made = capture(model, (torch.randn(4, 3, 64, 64),), training=True)
+    assert [str(size) for size in made.inputs[0].shape] == ["N", "3", "64", "64"]
 
 
 def test_a_branch_on_a_size_is_remembered() -> None:

@@ -168,19 +168,8 @@ def capture(
     examples = tuple(pytree.tree_map(lambda v: _enlarged(v, batch), tuple(args)))
     keywords = dict(pytree.tree_map(lambda v: _enlarged(v, batch), dict(kwargs or {})))
 
-    def dims(value: Any) -> Any:
-        return (Dim.AUTO,) * value.dim() if isinstance(value, torch.Tensor) else None
-
-    try:
-        bound = inspect.signature(model.forward).bind(*examples, **keywords)
-    except TypeError as error:
-        raise CaptureError(_explain(model, examples, error)) from error
-    shapes = {name: pytree.tree_map(dims, value) for name, value in bound.arguments.items()}
-    for parameter in bound.signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            shapes |= shapes.pop(parameter.name, {})
     with mode.on(model), _silence():
-        program = _export(model, examples, keywords, shapes, guess)
+        program = _export(model, examples, keywords, guess)
     module = program.module(check_guards=False)
     _inline(module)
     results_apart(module.graph)
@@ -190,17 +179,40 @@ def capture(
     return result
 
 
-def _export(model: nn.Module, examples: tuple[Any, ...], keywords: dict[str, Any], shapes: Any, guess: bool) -> Any:
-    """The model exported with every size a symbol; if that fails, for these sizes alone: others get their own."""
-    try:
-        return torch.export.export(model, examples, keywords, dynamic_shapes=shapes, strict=False)
-    except Exception as error:
-        if guess:
-            raise CaptureError(_explain(model, examples, error)) from error
+def _export(model: nn.Module, examples: tuple[Any, ...], keywords: dict[str, Any], guess: bool) -> Any:
+    """The model exported with every size a symbol; if that fails, with the batch's alone, or for these sizes alone:
+    others get a capture of their own."""
+    first: Exception | None = None
+    for free in (None,) if guess else (None, 1, 0):
+        # each time with new tensors: export leaves marks on them
+        args, kwargs = pytree.tree_map(
+            lambda v: torch.empty_like(v) if isinstance(v, torch.Tensor) else v, (examples, keywords)
+        )
         try:
-            return torch.export.export(model, examples, keywords, strict=False)
-        except Exception:
-            raise CaptureError(_explain(model, examples, error)) from error
+            shapes = _dynamic_shapes(model, args, kwargs, free)
+            return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        except Exception as error:
+            first = first or error
+    assert first is not None
+    raise CaptureError(_explain(model, examples, first)) from first
+
+
+def _dynamic_shapes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: int | None
+) -> dict[str, Any]:
+    """For each argument which of its dims are symbols: the first ``free`` of each tensor, or all."""
+
+    def dims(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        return tuple(Dim.AUTO if free is None or i < free else Dim.STATIC for i in range(value.dim()))
+
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    shapes = {name: pytree.tree_map(dims, value) for name, value in bound.arguments.items()}
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            shapes |= shapes.pop(parameter.name, {})
+    return shapes
 
 
 def _inline(module: GraphModule) -> None:
