@@ -55,6 +55,7 @@ NAP = 5e-5  # seconds of sleep between polls, at first;
 LONG_NAP = 2e-3  # at last: a rank that waits long leaves its core to those it waits for
 GRACE = 2.0  # seconds that a timed-out rank gives the others to report the same
 DRAIN = 2.0  # seconds at exit for operations that nobody waited for
+HEARD = 0.5  # seconds before an abort: what mpiexec has not read of a rank's messages by then is lost
 CROWD = 256  # unfinished operations before new ones look after the old
 LARGE = 256 << 10  # bytes from which on the thread pushes a message along
 PUSH = 2e-4  # seconds between its polls
@@ -153,10 +154,8 @@ def abort_on_error() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
-        sys.stdout.flush()
-        sys.stderr.flush()
         if not MPI.Is_finalized():
-            MPI.COMM_WORLD.Abort(1)
+            _abort(1)
 
     def note(status: Any = None, /) -> NoReturn:
         global _exit_code
@@ -797,15 +796,22 @@ def _end_well() -> None:
     atexit.register(_leave)
 
 
+def _abort(code: int) -> NoReturn:
+    """End the job, after what this rank has said was read."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(HEARD)
+    load().COMM_WORLD.Abort(code)
+    raise SystemExit(code)  # not reached
+
+
 def _leave() -> None:
     """Before Python ends: finish what nobody waited for. Communicators are left to MPI_Finalize, which waits for the
     other ranks: if they do not come, because communication has failed or this rank alone gave up, the job is ended."""
     global _leaving
     _leaving = True
     if failure.broken() or (_exit_code and not failure.all_left(GRACE)):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        load().COMM_WORLD.Abort(_exit_code or 1)
+        _abort(_exit_code or 1)
     if _pusher.cache_info().currsize and (pusher := _pusher()) is not None:
         pusher.end()
     end = time.monotonic() + DRAIN
