@@ -6,9 +6,10 @@
 (b) three 3x3 convolutions of 1024 channels on 7 x 7, batch 4: many weights, little space.
 (o) the overhead of the rewritten graph on one rank, against the plain model.
 
-Rounds are interleaved, so that noise hits every contender alike; figures are medians over rounds of the slowest rank.
-The allocator keeps freed memory: otherwise up to a tenth of a step is page faults, which hit now one, now another.
-Bytes and messages are what rank 0 sends in a step; saved is what autograd keeps on rank 0 between forward and backward.
+Every rank has the part of the input that it works on. Rounds are interleaved, so that noise hits every contender alike;
+figures are medians over rounds of the slowest rank. The allocator keeps freed memory: otherwise up to a tenth of a step
+is page faults, which hit now one, now another. Bytes and messages are what rank 0 sends in a step; saved is what
+autograd keeps on rank 0 between forward and backward.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 import distfx
 
@@ -47,6 +49,15 @@ CASES: dict[str, tuple[str, tuple[int, ...], Callable[[], nn.Module]]] = {
 }
 
 
+def own_part(net: distfx.ParallelModule, x: Tensor) -> Tensor:
+    """What a rank of a grid of one axis works on, as a data loader would read it."""
+    slices = net.input_slices(0, x.shape)
+    dims = [dim for dim, part in enumerate(slices) if part != slice(0, x.shape[dim])]
+    if not dims:
+        return x
+    return DTensor.from_local(x[slices].clone(), net.grid.mesh, [Shard(dims[0])], run_check=False)
+
+
 def contenders(make: Callable[[], nn.Module], x: Tensor, rank: int) -> dict[str, tuple[Callable[[], Any], int]]:
     """For each name a forward pass and the threads each rank may use; ``None`` where a rank has nothing to do."""
 
@@ -61,7 +72,8 @@ def contenders(make: Callable[[], nn.Module], x: Tensor, rank: int) -> dict[str,
 
     def ours(grid: str, strategy: str = "auto") -> Callable[[], Any]:
         net = distfx.parallelize(make(), distfx.Grid.parse(grid), strategy=strategy, outputs="local")
-        return lambda: net(x)
+        part = own_part(net, x)
+        return lambda: net(part)
 
     return {
         "one process, 2 threads": (plain() if rank == 0 else (lambda: None), 2),

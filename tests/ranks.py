@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 MAX_WORLD = 8
 START = 120.0  # seconds for a worker to import torch, on a busy machine
-RENEW = 8  # calls after which a process group is made anew
+RENEW = 20  # calls after which a process group is made anew
 GRACE = 5.0  # seconds that the other ranks get after the first failure
 COLLECTIVE = float(os.environ.get("DISTFX_TEST_TIMEOUT", 30))  # seconds until a hung collective raises by itself
 TRANSPORTS = ("gloo", "mpi")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import distfx
+from tests.captures import remembered
 from tests.exact import relative
 from tests.ranks import run
 
@@ -47,7 +48,8 @@ class Image(nn.Module):
 def pair(grid: str, cls: type[nn.Module] = Net, **options: Any) -> tuple[distfx.ParallelModule, nn.Module]:
     torch.manual_seed(3)
     model = cls().double()
-    return distfx.parallelize(model, distfx.Grid.parse(grid), **options), copy.deepcopy(model)
+    with remembered(cls):
+        return distfx.parallelize(model, distfx.Grid.parse(grid), **options), copy.deepcopy(model)
 
 
 def local_outputs() -> float:

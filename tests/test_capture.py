@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import io
 import itertools
 from typing import Any
 
@@ -144,10 +146,19 @@ def sizes(captured: Capture, **values: int) -> dict[sympy.Symbol, int]:
     return {symbol: values[str(symbol)] for symbol in captured.hints}
 
 
-def test_a_slow_capture_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(engine, "SLOW", 0.0)
-    distfx.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3)), {})
-    assert "distfx: torch.export is tracing Sequential, once for each mode; this takes long" in capfd.readouterr().err
+def slow_capture() -> str:
+    before, engine.SLOW = engine.SLOW, 0.0
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            distfx.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3)), distfx.Grid(h=-1))
+    finally:
+        engine.SLOW = before
+    return said.getvalue()
+
+
+def test_a_slow_capture_says_so_on_rank_0() -> None:
+    line = "distfx: torch.export is tracing Sequential, once for each mode; this takes long\n"
+    assert run(2, slow_capture) == [line, ""]
 
 
 def test_sizes_that_cannot_be_symbols_are_fixed() -> None:
