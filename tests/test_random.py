@@ -202,16 +202,16 @@ def _run(cases: Any, examples: int) -> None:
     each_case()
 
 
-@_ids([(2, 40), (3, 25), (4, 45), (6, 8), (8, 8)])
+@_ids([(2, 30), (3, 20), (4, 30), (6, 6), (8, 5)])
 def test_random_convolutions(world: int, examples: int) -> None:
     _run(convolutions(world), examples)
 
 
-@_ids([(2, 20), (3, 10), (4, 15)])
+@_ids([(2, 12), (3, 8), (4, 10)])
 def test_random_pools(world: int, examples: int) -> None:
     _run(pools(world), examples)
 
 
-@_ids([(2, 20), (3, 10), (4, 20), (8, 5)])
+@_ids([(2, 12), (3, 8), (4, 12), (8, 3)])
 def test_random_networks(world: int, examples: int) -> None:
     _run(networks(world), examples)
