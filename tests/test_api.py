@@ -72,14 +72,14 @@ def test_local_outputs_and_their_slices() -> None:
     assert max(run(4, local_outputs)) < 1e-12
 
 
-def sharded_input(uneven: bool) -> tuple[float, float, int]:
-    net, plain = pair("n2h2", Image)
+def sharded_input(grid: str, dims: tuple[int, ...], uneven: bool) -> tuple[float, float, int]:
+    net, plain = pair(grid, Image, strategy="stationary-x" if "c" in grid else "auto")
     torch.manual_seed(5)
     x = torch.randn(4, 3, 9 if uneven else 8, 8, dtype=torch.float64)
     part = net.input_slices(0, x.shape)
     local = x[part].clone().requires_grad_()
     given = DTensor.from_local(
-        local, net.grid.mesh, [Shard(0), Shard(2)], run_check=False, shape=x.shape, stride=x.stride()
+        local, net.grid.mesh, [Shard(dim) for dim in dims], run_check=False, shape=x.shape, stride=x.stride()
     )
     whole = x.clone().requires_grad_()
     with distfx.record_comm() as ledger:
@@ -93,8 +93,9 @@ def sharded_input(uneven: bool) -> tuple[float, float, int]:
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-def test_sharded_input(uneven: bool) -> None:
-    for output, gradient, difference in run(4, sharded_input, uneven):
+@pytest.mark.parametrize(("world", "grid", "dims"), [(4, "n2h2", (0, 2)), (2, "c2", (1,)), (4, "c2h2", (1, 2))])
+def test_sharded_input(world: int, grid: str, dims: tuple[int, ...], uneven: bool) -> None:
+    for output, gradient, difference in run(world, sharded_input, grid, dims, uneven):
         assert output < 1e-12 and gradient < 1e-12 and difference == 0
 
 

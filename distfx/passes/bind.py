@@ -115,7 +115,8 @@ def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str]
         if isinstance(move, Move):
             source = new.args[0]
             assert isinstance(source, Node)
-            if source in parts and node.meta["owner"] == source.name:  # the part it would take has come in as such
+            operand = node.args[0]
+            if source in parts and isinstance(move, Slice) and len(operand.users) == 1:  # that part has come in as such
                 copies[node] = source
                 source.meta |= {"layout": node.meta["layout"], "local": _local(node.meta["layout"], shape, grid)}
                 graph.erase_node(new)
