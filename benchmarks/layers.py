@@ -55,7 +55,8 @@ def own_part(net: distfx.ParallelModule, x: Tensor) -> Tensor:
     dims = [dim for dim, part in enumerate(slices) if part != slice(0, x.shape[dim])]
     if not dims:
         return x
-    return DTensor.from_local(x[slices].clone(), net.grid.mesh, [Shard(dims[0])], run_check=False)
+    mine, placed = x[slices].clone(), [Shard(dims[0])]
+    return DTensor.from_local(mine, net.grid.mesh, placed, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def contenders(make: Callable[[], nn.Module], x: Tensor, rank: int) -> dict[str, tuple[Callable[[], Any], int]]:
