@@ -182,10 +182,10 @@ def test_zoo(world: int, grid: str, name: str, record: Callable[..., None]) -> N
 HEAD = """# The zoo
 
 Models of other libraries, unmodified, float64, in training: the largest relative error of any output, gradient or
-running statistic against the model in a single process, and the operators that ran whole for want of a rule. Beside an
-error above 1e-11 stands of what (rows of older runs lack it): a bias before a normalisation has a gradient that is zero
-but for rounding. The seconds are those of capture, compilation, one step and the comparison, on two busy cores; grids of
-a model share its capture. Written by `tests/test_zoo.py`, whose docstring says how.
+running statistic against the model in a single process, and the operators that ran whole for want of a rule. Beside
+an error above 1e-11 stands of what (rows of older runs lack it): a bias before a normalisation has a gradient that is
+zero but for rounding. The seconds are those of capture, compilation, one step and the comparison, on two busy cores;
+grids of a model share its capture. Written by `tests/test_zoo.py`, whose docstring says how.
 
 | model | package | grid | error | fallbacks | seconds |
 |---|---|---|---|---|---|
