@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import distfx
@@ -352,6 +353,28 @@ def test_mpiexec_that_lets_the_survivors_speak(when: str, how: str) -> None:
     """With `-disable-auto-cleanup` it does not: the survivors say what they miss, and then end the job."""
     error = by_launcher(mpiexec, when, how, "-disable-auto-cleanup")
     assert names_the_cause(error, when, how), error
+
+
+# Who is the cause.
+
+
+def said_of_itself(kind: type[BaseException], *args: Any) -> list[str]:
+    """What the ranks hear of rank 1 that ends by such an error."""
+    if dist.get_rank() == 1:
+        failure.announce(kind(*args))
+    dist.barrier()
+    store = failure._store()
+    heard = [text for _, text in failure._heard(store, [1]).values()]
+    dist.barrier()
+    if dist.get_rank() == 1:
+        store.delete_key(failure._key(1))
+    return heard
+
+
+def test_who_is_ended_from_outside_is_not_the_cause() -> None:
+    """A stopped rank that a survivor has woken, to end it, must not look like the one that failed."""
+    assert run(2, said_of_itself, SignalException, "got signal: 15", signal.SIGTERM) == [[], []]
+    assert run(2, said_of_itself, ValueError, "sample 17") == [["ValueError: sample 17"]] * 2
 
 
 # Ranks that were given different things.

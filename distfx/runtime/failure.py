@@ -30,13 +30,14 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from distfx.errors import CommunicationError
 
 if TYPE_CHECKING:
     from distfx.grid import Segment
 
-__all__ = ["During", "all_left", "announce", "announce_uncaught", "broken", "introduce", "leave"]
+__all__ = ["During", "all_left", "announce", "announce_uncaught", "broken", "explain", "introduce", "leave"]
 
 T = TypeVar("T")
 
@@ -95,18 +96,25 @@ class During:
         return f"{self.what}{axes}{layer}{path}{phase}, {_ranks(self.members)}"
 
 
-def announce(error: BaseException) -> str:
-    """Tell the other ranks that this one ends by ``error``. What is known of them, if they are to blame."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return ""
-    if isinstance(error, CommunicationError):
-        return ""  # told already
-    if _of_transport(error):
-        return _report(_place(error), range(dist.get_world_size()), error)
+def explain(error: BaseException) -> None:
+    """Say in a note to ``error`` what is known of the other ranks, if they are to blame for it."""
+    if _told(error) or not _of_transport(error):
+        return
+    error.add_note(f"distfx: {_report(_place(error), range(dist.get_world_size()), error)}")
+
+
+def announce(error: BaseException) -> None:
+    """Tell the other ranks that this one ends by ``error``."""
+    if _told(error) or _of_transport(error) or isinstance(error, SignalException):
+        return  # who is ended from outside is not the cause
     with contextlib.suppress(Exception):
         text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         _within(ANSWER, lambda: _tell(_store(), "failed", text[:2000]))
-    return ""
+
+
+def _told(error: BaseException) -> bool:
+    """Whether the others know of ``error``, or there are none."""
+    return isinstance(error, CommunicationError) or not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def announce_uncaught(keeps_store: bool) -> None:
@@ -117,11 +125,11 @@ def announce_uncaught(keeps_store: bool) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        explain(error)  # first, so that all is printed at once: mpiexec may end the job at the next thing it reads
         previous(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
-        if said := announce(error):
-            print(f"distfx: {said}", file=sys.stderr, flush=True)
+        announce(error)
         if keeps_store and _broken:
             time.sleep(GRACE)
 
@@ -233,7 +241,7 @@ def _place(error: BaseException) -> str:
         if not code.co_filename.startswith(str(torchs)):
             if not called and not code.co_filename.startswith(str(ours)):
                 caller = f"{os.path.basename(code.co_filename)}:{line}"
-        elif code.co_name not in ("wrapper", "inner"):  # of decorators
+        elif code.co_name not in ("wrapper", "inner", "inner_func"):  # of decorators
             called = called or f"{module}.{code.co_name}"
             if module == "torch.distributed.distributed_c10d":
                 innermost = code.co_name
