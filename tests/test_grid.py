@@ -221,6 +221,23 @@ def make(sizes: Any) -> str:
     return repr(Grid.of(sizes))
 
 
+def mesh_of_parameters(text: str) -> tuple[tuple[str, ...], list[Any], list[tuple[int, ...]], bool]:
+    grid = Grid.parse(text)
+    mesh = grid.parameter_mesh
+    names = mesh.mesh_dim_names or ()
+    groups = [tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in names]
+    return names, mesh.mesh.tolist(), groups, mesh is Grid.parse(text).parameter_mesh
+
+
+def test_parameters_have_a_mesh_of_few_dims() -> None:
+    """The optimizers' first step takes DTensor a time that grows as a power of the number of dims."""
+    for rank, (names, ranks, groups, once) in enumerate(run(8, mesh_of_parameters, "n2c2h2")):
+        assert (names, ranks, once) == (("nh", "c"), [[0, 2], [1, 3], [4, 6], [5, 7]], True)
+        assert groups == [(0, 1, 4, 5) if rank % 4 < 2 else (2, 3, 6, 7), (rank & ~2, rank | 2)]
+    for text, want in {"n2h2": ("nh",), "c2h2": ("c", "h"), "h2w2": ("hw",), "n2c2": ("n", "c")}.items():
+        assert {names for names, *_ in run(4, mesh_of_parameters, text)} == {want}
+
+
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None) -> str:
     return repr(Grid.of(init_device_mesh("cpu", shape, mesh_dim_names=names)))
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distfx import ledger
@@ -35,18 +36,16 @@ BUCKET_BYTES = 8 << 20
 # ---------------------------------------------------------------------------------------------------- shards
 
 
-def placements(layout: Layout, grid: Grid) -> list[Placement]:
+def placements(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
     """The DTensor placements of a stored parameter's layout."""
-    axes = list(grid.axes) or ["n"]
-    return [Replicate() if (dim := layout.dim_of(axis)) is None else Shard(dim) for axis in axes]
+    dims = [layout.dim_of(axis) for axis in mesh.mesh_dim_names or ()]
+    return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
 
 def to_dtensor(local: Tensor, like_shape: torch.Size, layout: Layout, grid: Grid) -> DTensor:
     """A DTensor of global shape ``like_shape`` whose part on this rank is ``local``."""
-    strides = torch.empty(like_shape, device="meta").stride()
-    return DTensor.from_local(
-        local, grid.mesh, placements(layout, grid), run_check=False, shape=like_shape, stride=strides
-    )
+    strides, mesh = torch.empty(like_shape, device="meta").stride(), grid.parameter_mesh
+    return DTensor.from_local(local, mesh, placements(layout, mesh), run_check=False, shape=like_shape, stride=strides)
 
 
 def distribute(value: Tensor, layout: Layout, grid: Grid, *, broadcast: bool) -> DTensor:
