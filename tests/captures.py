@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -57,11 +58,8 @@ def remembered(*key: Any) -> Iterator[None]:
             _known[full] = _shared(full, lambda: plain(model, args, kwargs, **options))
         return _known[full]
 
-    engine.capture = capture  # type: ignore[assignment]
-    try:
+    with patch.object(engine, "capture", capture):
         yield
-    finally:
-        engine.capture = plain
 
 
 def _text(key: Any) -> str:
@@ -152,13 +150,5 @@ def _loads(data: bytes) -> Capture:
         op, name, target, args, kwargs, meta = reader.load()
         made[name] = graph.create_node(op, target, args, kwargs, name=name)
         made[name].meta = meta
-    root = nn.Module()
-    for name in {str(node.target) for node in graph.find_nodes(op="get_attr")}:
-        owner = root
-        *path, leaf = name.split(".")
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner._modules[part]  # type: ignore[assignment]
-        owner.register_buffer(leaf, tensors[name])
-    return Capture(module=GraphModule(root, graph), **rest)
+    held = {node.target: tensors[node.target] for node in graph.find_nodes(op="get_attr")}
+    return Capture(module=GraphModule(held, graph), **rest)

@@ -24,6 +24,7 @@ from distfx.moves import Exchange, Move, Slice
 from distfx.ops import LocalPart, LocalSize
 from distfx.passes.capture import InputSpec
 from distfx.passes.nodes import describe
+from distfx.passes.rule import Sized
 from distfx.symbolic import evaluate, evaluate_number, evaluate_shape, show
 
 if TYPE_CHECKING:
@@ -159,52 +160,16 @@ def _numbered_layout(layout: Layout, values: Values) -> Layout:
 
 
 def _check(node: Node, new: Node, values: Values, coords: Coords) -> None:
-    """Equations between sizes that capture left open, and shapes that make no sense: the same error on all ranks."""
-    if any(size < 0 for size in new.meta["shape"]) or (
-        math.prod(new.meta["shape"]) == 0 and node.op == "call_function" and node.meta.get("decision") is not None
-    ):
-        raise DistfxError(f"{_sizes(values)}: the result of {describe(node)} would have shape {new.meta['shape']}")
-    decision = node.meta.get("decision")
-    if decision is None or decision.spec is None:
+    """Shapes that make no sense, and what the row of the operator has to say of them: the same error on all ranks."""
+    shape, decision = new.meta["shape"], node.meta.get("decision")
+    empty = math.prod(shape) == 0 and node.op == "call_function" and decision is not None
+    if empty or any(size < 0 for size in shape):
+        raise DistfxError(f"{_sizes(values)}: the result of {describe(node)} would have shape {shape}")
+    if decision is None or decision.spec is None or decision.spec.row.check is None:
         return
-    spec = decision.spec
-    if spec.row.name == "linear":
-        have = evaluate(spec.operands[0][0].meta["shape"][-1], values)
-        want = spec.operands[1][0].meta["shape"][1]
-        if have != want:
-            raise DistfxError(
-                f"{_sizes(values)}: {describe(node)} takes {want} features, but gets {have}. The model is tied to one "
-                f"size here: its input {show(spec.operands[0][0].meta['shape'][-1])} must equal {want}."
-            )
-    elif spec.row.name == "batch norm" and new.args[5:6] != (False,):
-        counts: Any = node.kwargs.get("count") or [size for dim, size in enumerate(new.meta["shape"]) if dim != 1]
-        if math.prod(_smallest(count, values, coords) for count in counts) < 2:
-            raise DistfxError(
-                f"{_sizes(values)}: {describe(node)} needs more than one value per channel in training"
-                + (", on each part of the batch that it normalises" if "apart" in node.kwargs else "")
-            )
-    elif spec.row.name == "reshape":
-        before = math.prod(evaluate_shape(spec.operands[0][0].meta["shape"], values))
-        if before != math.prod(new.meta["shape"]):
-            raise DistfxError(
-                f"{_sizes(values)}: {describe(node)} cannot turn {before} elements into {new.meta['shape']}"
-            )
-    elif spec.row.name == "pointwise":
-        shapes = [evaluate_shape(operand.meta["shape"], values) for operand, _ in spec.operands]
-        try:
-            torch.broadcast_shapes(*shapes)
-        except RuntimeError:
-            raise DistfxError(f"{_sizes(values)}: {describe(node)} meets shapes {shapes}, which do not match") from None
-    elif spec.row.name == "pad" and spec.mode in ("reflect", "circular"):
-        source = evaluate_shape(spec.operands[0][0].meta["shape"], values)
-        for (_, name), window in spec.windows.items():
-            dim, before = int(name[1:]), evaluate(window.lo, values)
-            width = max(before, new.meta["shape"][dim] - source[dim] - before)
-            if width > source[dim] - (spec.mode == "reflect"):
-                raise DistfxError(
-                    f"{_sizes(values)}: {describe(node)} pads dim {dim} of extent {source[dim]} by {width} "
-                    f"in mode {spec.mode}, which is too much"
-                )
+    sized = Sized(decision.spec, node, shape, lambda s: evaluate(s, values), lambda s: _smallest(s, values, coords))
+    if wrong := decision.spec.row.check(sized):
+        raise DistfxError(f"{_sizes(values)}: {describe(node)} {wrong}")
 
 
 def _smallest(size: Any, values: Values, coords: Coords) -> int:

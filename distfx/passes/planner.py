@@ -470,8 +470,8 @@ def _cost(
         lost = math.prod(sizes[axis] for axis in held - {axis for group in decision.axes.values() for axis in group})
         sent += math.prod(shape) * (1 - 1 / lost)
     work = float(math.prod(max(1, evaluate(size, hints)) for size in spec.extents.values()))
-    if spec.row.anchor and spec.row.name != "linear":
-        work *= math.prod(spec.operands[1][0].meta["shape"][2:])
+    if spec.row.anchor:
+        work *= math.prod(spec.operands[1][0].meta["shape"][2:])  # the kernel
     for factor, group in decision.axes.items():
         ranks = math.prod(sizes[axis] for axis in group)
         extent = max(1, evaluate(spec.extents[factor], hints))

@@ -19,7 +19,7 @@ from distfx.passes.nodes import aten
 from distfx.passes.notation import Word, parse
 from distfx.symbolic import Size
 
-__all__ = ["Call", "Choice", "Row", "Site", "Spec", "Words", "aten", "dims_spec", "pattern_spec", "unchanged"]
+__all__ = ["Call", "Choice", "Row", "Site", "Sized", "Spec", "Words", "aten", "dims_spec", "pattern_spec", "unchanged"]
 
 Words = tuple[Word, ...]
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -83,6 +83,23 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Sized:
+    """A localised call when its sizes have become numbers."""
+
+    spec: Spec
+    node: Node
+    shape: tuple[int, ...]
+    """Of the result, global."""
+    number: Callable[[Size], int]
+    least: Callable[[Any], int]
+    """The smallest that a size, or a :class:`LocalSize`, is on any rank."""
+
+    def operand(self, index: int) -> tuple[int, ...]:
+        """The global shape of an operand."""
+        return tuple(self.number(size) for size in self.spec.operands[index][0].meta["shape"])
+
+
+@dataclass(frozen=True)
 class Row:
     """One row of the table."""
 
@@ -99,6 +116,8 @@ class Row:
     """The factor over which a partial result is scattered."""
     build: Callable[[Row, Node], Spec | None] | None = None
     """Makes the spec of operators whose dims vary; by default it comes from the pattern."""
+    check: Callable[[Sized], str | None] | None = None
+    """What is wrong with a call at some sizes, in words that follow its description: what capture left open."""
     cost: str = ""
     """What it communicates, in words, for the documentation."""
 

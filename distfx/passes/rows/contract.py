@@ -13,7 +13,8 @@ from distfx.layout import Split, Window
 from distfx.ops import LocalSize, LocalStart
 from distfx.passes.nodes import arguments
 from distfx.passes.notation import Word
-from distfx.passes.rule import Call, Choice, Row, Site, Spec, aten, dims_spec, pattern_spec, unchanged
+from distfx.passes.rule import Call, Choice, Row, Site, Sized, Spec, aten, dims_spec, pattern_spec, unchanged
+from distfx.symbolic import show
 
 __all__ = ["CONVOLUTION", "LINEAR", "MATMUL", "ROWS", "TRANSPOSED", "conv_windows"]
 
@@ -99,11 +100,23 @@ def _linear_spec(row: Row, node: Node) -> Spec | None:
     return Spec(row, node, tuple(operands), result, extents)
 
 
+def _check_linear(call: Sized) -> str | None:
+    have, want = call.operand(0)[-1], call.operand(1)[1]
+    if have == want:
+        return None
+    size = show(call.spec.operands[0][0].meta["shape"][-1])
+    return (
+        f"takes {want} features, but gets {have}. The model is tied to one size here: "
+        f"its input {size} must equal {want}."
+    )
+
+
 LINEAR = Row(
     "linear",
     "b... c, k c, k -> b... k",
     unchanged,
     build=_linear_spec,
+    check=_check_linear,
     anchor=True,
     scatter="k",
     cost="as a 1x1 convolution",

@@ -14,7 +14,7 @@ from distfx import ops
 from distfx.errors import DistfxError
 from distfx.ops import LocalSize, LocalStart
 from distfx.passes.nodes import describe
-from distfx.passes.rule import Call, Choice, Row, Site, Spec, aten, dims_spec, unchanged
+from distfx.passes.rule import Call, Choice, Row, Site, Sized, Spec, aten, dims_spec, unchanged
 from distfx.symbolic import product
 
 __all__ = ["BATCH_NORM", "GROUP_NORM", "INSTANCE_NORM", "LAYER_NORM", "RMS_NORM", "ROWS"]
@@ -48,11 +48,22 @@ def _size_over(site: Site, dim: int, axes: tuple[str, ...]) -> Any:
     return LocalSize(size, replace(split, axes=others)) if others else size
 
 
+def _check_batch_norm(call: Sized) -> str | None:
+    if call.node.args[5:6] == (False,):
+        return None  # with running statistics
+    sizes: Any = call.node.kwargs.get("count") or [size for dim, size in enumerate(call.shape) if dim != 1]
+    if math.prod(map(call.least, sizes)) > 1:
+        return None
+    apart = ", on each part of the batch that it normalises" if "apart" in call.node.kwargs else ""
+    return f"needs more than one value per channel in training{apart}"
+
+
 BATCH_NORM = Row(
     "batch norm",
     "n c s..., c, c, c, c -> n c s...",
     _local_batch_norm,
     tensors=(0, 1, 2, 3, 4),
+    check=_check_batch_norm,
     cost="in training two allreduces of a value per channel forward and one of two backward, over samples and space",
 )
 

@@ -11,7 +11,7 @@ from distfx import ops
 from distfx.ops import LocalPart
 from distfx.passes.losses import ELEMENTWISE
 from distfx.passes.nodes import arguments, operator_of
-from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, unchanged
+from distfx.passes.rule import Call, Row, Site, Sized, Spec, aten, dims_spec, unchanged
 
 __all__ = ["BIAS", "DROPOUT", "POINTWISE", "PRELU", "ROWS", "draws", "is_pointwise", "is_random"]
 
@@ -73,7 +73,16 @@ def _pointwise_spec(row: Row, node: Node) -> Spec | None:
     return dims_spec(row, node, operands, list(range(len(shape))))
 
 
-POINTWISE = Row("pointwise", "... -> ...", unchanged, build=_pointwise_spec, cost="nothing")
+def _check_pointwise(call: Sized) -> str | None:
+    shapes = [call.operand(i) for i in range(len(call.spec.operands))]
+    try:
+        torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        return f"meets shapes {shapes}, which do not match"
+    return None
+
+
+POINTWISE = Row("pointwise", "... -> ...", unchanged, build=_pointwise_spec, check=_check_pointwise, cost="nothing")
 
 
 def _bias_spec(row: Row, node: Node) -> Spec | None:

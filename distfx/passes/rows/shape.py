@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import sympy
@@ -10,7 +11,7 @@ from torch.fx import Node
 from distfx import ops
 from distfx.layout import Window
 from distfx.passes.notation import Word
-from distfx.passes.rule import Call, Row, Site, Spec, aten, dims_spec, unchanged
+from distfx.passes.rule import Call, Row, Site, Sized, Spec, aten, dims_spec, unchanged
 from distfx.symbolic import Size, product, size_of
 
 __all__ = ["CAT", "EXPAND", "FLIP", "PAD", "PERMUTE", "RESHAPE", "ROLL", "ROWS", "SELECT", "SLICE"]
@@ -43,7 +44,26 @@ def _local_pad(site: Site) -> Call:
     return aten.pad.default, (args[0], flat, *args[2:]), {}
 
 
-PAD = Row("pad", "... -> ...", _local_pad, build=_pad_spec, cost="the rows that change their owner, in every mode")
+def _check_pad(call: Sized) -> str | None:
+    if call.spec.mode not in ("reflect", "circular"):
+        return None
+    source = call.operand(0)
+    for (_, factor), window in call.spec.windows.items():
+        dim, before = int(factor[1:]), call.number(window.lo)
+        width = max(before, call.shape[dim] - source[dim] - before)
+        if width > source[dim] - (call.spec.mode == "reflect"):
+            return f"pads dim {dim} of extent {source[dim]} by {width} in mode {call.spec.mode}, which is too much"
+    return None
+
+
+PAD = Row(
+    "pad",
+    "... -> ...",
+    _local_pad,
+    build=_pad_spec,
+    check=_check_pad,
+    cost="the rows that change their owner, in every mode",
+)
 
 
 def _slice_bounds(node: Node) -> tuple[int, Any, Any]:
@@ -244,8 +264,18 @@ def _runs(before: list[Size], after: list[Size]) -> list[tuple[list[int], list[i
     return runs
 
 
+def _check_reshape(call: Sized) -> str | None:
+    before = math.prod(call.operand(0))
+    return None if before == math.prod(call.shape) else f"cannot turn {before} elements into {call.shape}"
+
+
 RESHAPE = Row(
-    "reshape", "... -> ...", _local_sizes, build=_reshape_spec, cost="nothing where the split dim stays major"
+    "reshape",
+    "... -> ...",
+    _local_sizes,
+    build=_reshape_spec,
+    check=_check_reshape,
+    cost="nothing where the split dim stays major",
 )
 
 ROWS: dict[Any, Row] = {
