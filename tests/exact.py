@@ -3,7 +3,8 @@
 ``exact`` runs on a rank (see :mod:`tests.ranks`); it builds the model from its seed, runs it parallel and plain, and
 returns the relative error of every output, input gradient, parameter gradient and state entry, of the losses of some
 steps of SGD and what they make of the state, and the plan's and the ledger's bytes; also the parameters that had no
-gradient, or one of zeros, for tests that would otherwise compare nothing with nothing.
+gradient, or one of zeros, for tests that would otherwise compare nothing with nothing. Networks that magnify rounding
+can be told from wrong ones by what the plain model makes of an input that differs in the last bit.
 
 A shape is that of the model's one input, ``(2, 3, 8, 8)``, or has several shapes, nested as the model takes them:
 ``[(2, 3, 8, 8), [(2, 4, 8, 8), (2, 4, 8, 8)]]`` for ``model(x, (h, c))``.
@@ -11,6 +12,7 @@ A shape is that of the model's one input, ``(2, 3, 8, 8)``, or has several shape
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -61,10 +63,12 @@ def _exact(
     example: bool = False,
     kwargs: dict[str, Any] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
+    sensitive: bool = False,
 ) -> dict[str, Any]:
     """Compare for each of ``shapes`` in turn (one parallel module serves them all), then train both for ``sgd`` steps.
 
-    ``example``: give ``parallelize`` an input of the first shape. See the module's docstring.
+    ``example``: give ``parallelize`` an input of the first shape. ``sensitive``: also measure how much the plain model
+    answers to rounding. See the module's docstring.
     """
     torch.manual_seed(7)
     model = build(**(kwargs or {})).to(dtype)
@@ -74,6 +78,7 @@ def _exact(
     model.train(train)
     plain = build(**(kwargs or {})).to(dtype).train(train)  # not all models can be copied
     plain.load_state_dict(model.state_dict())
+    start = copy.deepcopy(plain.state_dict())
     given = draw(shapes[0], dtype) if example else None
     place = distfx.Grid.parse(grid) if grid else distfx.Grid()
     net = distfx.parallelize(model, place, example_inputs=given, strategy=strategy)
@@ -93,15 +98,14 @@ def _exact(
         with distfx.record_comm() as ledger:
             have = net(*mine)
             loss(have).backward()
-        want = plain(*theirs)
+        want = want_output = plain(*theirs)
         loss(want).backward()
         bytes_.append((net.plan.bytes(), ledger.bytes()))
         messages.append((net.plan.messages(), ledger.messages()))
-        for i, (a, b) in enumerate(zip(_tensors(have), _tensors(want), strict=True)):
-            errors[f"{number} output {i}"] = relative(a, b)
+        errors |= _all_relative(f"{number} output", _tensors(have), _tensors(want))
         if input_grad:
-            for i, (a, b) in enumerate(zip(_tensors(mine), _tensors(theirs), strict=True)):
-                errors[f"{number} input gradient {i}"] = relative(a.grad, b.grad)
+            grads = ([t.grad for t in _tensors(inputs)] for inputs in (mine, theirs))
+            errors |= _all_relative(f"{number} input gradient", *grads)
         expected = dict(plain.named_parameters())
         assert list(expected) == [name for name, _ in net.named_parameters()]
         for name, parameter in net.named_parameters():
@@ -112,6 +116,20 @@ def _exact(
             if want is None or not want.any():
                 idle.add(name)
         errors |= _state_errors(f"{number} state", net, plain)
+    answers: dict[str, float] = {}
+    if sensitive:
+        other = build(**(kwargs or {})).to(dtype).train(train)
+        other.load_state_dict(start)
+        nudged = pytree.tree_map(lambda t: (t * (1 + 2.0**-52 * torch.randn_like(t).sign())).requires_grad_(), x)
+        y = other(*nudged)
+        loss(y).backward()
+        answers |= _all_relative("0 output", _tensors(y), _tensors(want_output))
+        answers |= _all_relative("0 input gradient", *([t.grad for t in _tensors(i)] for i in (nudged, theirs)))
+        for (name, p), q in zip(other.named_parameters(), plain.parameters(), strict=True):
+            if p.grad is not None:
+                answers[f"0 gradient {name}"] = relative(p.grad, q.grad)
+        for name, value in other.state_dict().items():
+            answers[f"0 state {name}"] = relative(value, plain.state_dict()[name])
     if sgd:
         losses = [train_steps(module, x, loss, sgd) for module in (net, plain)]
         for i, (a, b) in enumerate(zip(*losses, strict=True)):
@@ -119,6 +137,7 @@ def _exact(
         errors |= _state_errors("sgd state", net, plain)
     return {
         "errors": errors,
+        "sensitivity": answers,
         "bytes": bytes_,
         "messages": messages,
         "rows": net.plan.rows,
@@ -155,6 +174,10 @@ def _state_errors(what: str, net: Any, plain: nn.Module) -> dict[str, float]:
     have, want = net.full_state_dict(), plain.state_dict()
     assert list(have) == list(want)
     return {f"{what} {name}": relative(value, want[name]) for name, value in have.items()}
+
+
+def _all_relative(what: str, have: Sequence[Any], want: Sequence[Any]) -> dict[str, float]:
+    return {f"{what} {i}": relative(a, b) for i, (a, b) in enumerate(zip(have, want, strict=True))}
 
 
 def _tensors(value: Any) -> list[Tensor]:

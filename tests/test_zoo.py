@@ -4,8 +4,10 @@
     pytest -m zoo tests/test_zoo.py                  # or with -k, for some of them
     DISTFX_ZOO_TABLE=docs/zoo.md pytest ...          # also writes what came out into this table
 
-In float64, in training mode, dropout and stochastic depth set to zero. Outputs and all gradients are compared. Deep
-batch norms of few samples magnify rounding, hence a tolerance above that of the other tests; the table has the error.
+In float64, in training mode, dropout and stochastic depth set to zero. Outputs, all gradients and running statistics
+are compared. Deep batch norms of few samples magnify rounding, and a bias before a norm has a gradient that is nothing
+else. So each value may differ by 1e-10, or by some times what the model in a single process makes of an input whose
+last bits have changed; the table has both.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from tests.ranks import RankError, run
 
 pytestmark = [pytest.mark.zoo, pytest.mark.timeout(1200)]
 
-TOLERANCE = 1e-7
+TOLERANCE = 1e-10
+ROUNDING = 30.0
+"""How many times as much as the last bits of the input other orders of summation may do."""
 IMAGE, SMALL, VOLUME = (4, 3, 64, 64), (4, 3, 32, 32), (2, 1, 32, 32, 32)
 ALL = "n2 c2 h2 n2h2 c2h2"
 TWO = "n2 c2 h2"
@@ -141,11 +145,15 @@ def _define_missing_operators() -> None:
 
 def compare(text: str, grid: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """On a rank: the exactness test in brief."""
-    result = exact(build, grid, [shape], kwargs={"text": text}, example=True)
-    worst = max(result["errors"], key=lambda name: result["errors"][name])
+    result = exact(build, grid, [shape], kwargs={"text": text}, example=True, sensitive=True)
+    errors, sensitivity = result["errors"], result["sensitivity"]
+    worst = max(errors, key=errors.__getitem__)
+    limits = {name: max(TOLERANCE, ROUNDING * sensitivity[name]) for name in errors}
     return {
-        "error": result["errors"][worst],
-        "worst": worst,
+        "error": errors[worst],
+        "worst": worst.removeprefix("0 "),
+        "sensitivity": sensitivity[worst],
+        "wrong": {name: f"{error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if error > limits[name]},
         "fallbacks": sorted({str(row.op) for row in result["rows"] if row.whole}),
         "count": sum(row.whole for row in result["rows"]),
         "bytes": result["bytes"],
@@ -172,9 +180,12 @@ def test_zoo(world: int, grid: str, name: str, record: Callable[..., None]) -> N
         record(name, package, grid, str(next(iter(error.failures.values()))), None, time.monotonic() - start)
         raise
     worst = max(results, key=lambda result: result["error"])
-    said = f"{worst['error']:.0e}" + (f" ({worst['worst'].removeprefix('0 ')})" if worst["error"] > 1e-11 else "")
+    said = f"{worst['error']:.0e}"
+    if worst["error"] > 1e-11:
+        said += f" ({worst['worst']}; last bits {worst['sensitivity']:.0e})"
     record(name, package, grid, said, worst["fallbacks"], time.monotonic() - start)
-    assert worst["error"] <= TOLERANCE, f"{worst['worst']}: {worst['error']:.1e}"
+    for rank, result in enumerate(results):
+        assert not result["wrong"], f"rank {rank}: {result['wrong']}"
     for predicted, counted in worst["bytes"]:
         assert predicted == counted, f"the plan says {predicted}, the ledger {counted}"
 
@@ -183,9 +194,10 @@ HEAD = """# The zoo
 
 Models of other libraries, unmodified, float64, in training: the largest relative error of any output, gradient or
 running statistic against the model in a single process, and the operators that ran whole for want of a rule. Beside
-an error above 1e-11 stands of what (rows of older runs lack it): a bias before a normalisation has a gradient that is
-zero but for rounding. The seconds are those of capture, compilation, one step and the comparison, on two busy cores;
-grids of a model share its capture. Written by `tests/test_zoo.py`, whose docstring says how.
+an error above 1e-11 stands of what, and how much that changes in the single process when the input changes in its last
+bits: deep batch norms of few samples magnify rounding, and a bias before a norm has a gradient that is nothing but
+rounding. The seconds are those of capture, compilation, one step and the comparison, on two busy cores; grids of a
+model share its capture. Written by `tests/test_zoo.py`, whose docstring says how.
 
 | model | package | grid | error | fallbacks | seconds |
 |---|---|---|---|---|---|
