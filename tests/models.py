@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from tests.exact import check, ranks_of
 
+ALGORITHMS = ("stationary-x", "stationary-y", "stationary-w")
+
 
 def on(*grids: str) -> pytest.MarkDecorator:
     """Run a test on each of ``grids``; it takes ``world`` too, by which tests are sorted."""

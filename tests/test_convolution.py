@@ -11,11 +11,8 @@ from torch import Tensor, nn
 
 import distfx
 from tests.exact import check, relative
-from tests.models import Block, beside, cases, layers, on, same, stack
+from tests.models import ALGORITHMS, Block, beside, cases, layers, on, same, stack
 from tests.ranks import run
-
-ALGORITHMS = ("stationary-x", "stationary-y", "stationary-w")
-
 
 # ------------------------------------------------------------------------------------------------- geometry
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from tests.exact import check, grids
-from tests.models import Plain, Rich, Signal, Volume, cases, on
+from tests.models import ALGORITHMS, Plain, Rich, Signal, Volume, cases, on
 
 CHANNEL_GRIDS = ("c2", "c3", "c4", "c6", "n2c2", "c2h2", "c4h2", "n2c4", "n2c2h2", "c2h2w2")
-ALGORITHMS = ("stationary-x", "stationary-y", "stationary-w")
 
 
 @on(*(grid for ranks in (1, 2, 3, 4, 6, 8) for grid in grids(ranks, "nchw")))

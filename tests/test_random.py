@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.exact import check, grids
-from tests.models import layers, stack
+from tests.models import ALGORITHMS, layers, stack
 
 COMMON: dict[str, Any] = {
     "derandomize": True,
@@ -22,7 +22,7 @@ COMMON: dict[str, Any] = {
     "report_multiple_bugs": False,
     "print_blob": False,
 }
-ALGORITHMS = ("auto", "stationary-x", "stationary-y", "stationary-w")
+STRATEGIES = ("auto", *ALGORITHMS)
 
 
 @dataclass
@@ -137,7 +137,7 @@ def place(draw: st.DrawFn, world: int, rank: int) -> tuple[str, int, str]:
     """A grid of ``world`` ranks, a batch that its samples axis can split, and a strategy."""
     grid = draw(st.sampled_from(list(grids(world, "nc" + "dhw"[3 - rank :]))))
     samples = int(grid[1]) if grid.startswith("n") else 1
-    strategy = draw(st.sampled_from(ALGORITHMS)) if "c" in grid else "auto"
+    strategy = draw(st.sampled_from(STRATEGIES)) if "c" in grid else "auto"
     return grid, samples + draw(st.integers(0, 2)), strategy
 
 

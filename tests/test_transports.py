@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests import ranks, test_convolution, test_layers, test_models, test_operators
+from tests import ranks, test_convolution, test_layers, test_models, test_operators, test_parameters
 from tests.exact import ranks_of
 from tests.ranks import over, run
 from tests.test_launch import ROOT, mpiexec, needs_mpi, start
@@ -33,7 +33,7 @@ SAMPLE: list[tuple[Callable[..., None], str, dict[str, Any]]] = [
     (test_convolution.test_distdl_transposed, "c2h2", {}),
     (test_convolution.test_distdl_circular, "w3", {}),
     (test_layers.test_squeeze_and_excite, "c2h2", {"linear": True}),
-    (test_layers.test_gradients_accumulate, "n2c2", {}),
+    (test_parameters.test_gradients_accumulate, "n2c2", {}),
     (test_operators.test_dropout, "c2h2", {"features": False}),
     (test_operators.test_networks, "c2 h2w2", {"model": test_operators.UNet}),
 ]
