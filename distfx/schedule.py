@@ -57,6 +57,8 @@ class Schedule:
     send: tuple[tuple[int, Message], ...]
     receive: tuple[tuple[int, Message], ...]
     fill: Message
+    even: bool = False
+    """Whether it is a gather of equal parts, in order, on every member: all must know it alike."""
 
     @property
     def local_run(self) -> tuple[int, int] | None:
@@ -104,7 +106,10 @@ def schedule(owned: Sequence[Interval], needed: Sequence[Positions], me: int) ->
     kept = where(mine, (lo, hi))
     fill = Message.of(np.flatnonzero(mine == FILL).astype(np.int64))
     keep = (Message.of(mine[kept] - lo), Message.of(kept))
-    result = Schedule(hi - lo, len(mine), keep, tuple(send), tuple(receive), fill)
+    parts = [(owned[0][0] + i * (hi - lo), owned[0][0] + (i + 1) * (hi - lo)) for i in range(len(owned))]
+    whole = np.arange(parts[0][0], parts[-1][1])
+    even = hi > lo and list(owned) == parts and all(np.array_equal(each, whole) for each in needed)
+    result = Schedule(hi - lo, len(mine), keep, tuple(send), tuple(receive), fill, even)
     assert kept.size + sum(m.length for _, m in receive) + fill.length == len(mine), "a needed position has no owner"
     return result
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from distfx.moves import (
     ReduceScatter,
     Slice,
 )
+from distfx.runtime import halves
 from distfx.runtime.functions import RunMove, begin, finish
 from tests.exact import ranks_of
 from tests.ranks import run
@@ -297,6 +299,39 @@ def test_adjoint(world: int, case: Case) -> None:
         assert result["axes"] <= {"*".join(case.move.axes)}
 
 
+NATIVE = [
+    *(Case("c3", "N C/c H W", (2, 6, 2, 3), AllGather(("c",), 1, to)) for to in ("varying", "replicated")),
+    Case("c3", "N C H W sum(c)", (2, 6, 2, 3), ReduceScatter(("c",), 1)),
+    Case("c3", "N C H W", (2, 6, 2, 3), Slice(("c",), 1)),
+    Case("c3", "N C/c H W", (2, 8, 2, 3), AllGather(("c",), 1)),  # uneven: by messages
+    Case("c2x2", "N C/(c1,c0) W", (2, 8, 2), AllGather(("c1", "c0"), 1)),  # not in the order of the ranks
+    Case("n2h2", "N/n C H/h W", (4, 2, 6, 3), AllGather(("h",), 2)),
+    Case("h3", "N C H/h W", (2, 2, 3, 3), halo(("h",), 2, "a-1:b+1", 3)),  # the rank in the middle needs everything
+    Case("h3", "N C H/h W", (2, 2, 6, 3), halo(("h",), 2, "a-2:b+2", 6)),
+    Case("h3", "N C H/h W", (2, 2, 6, 3), again(("h",), 2, 6)),
+]
+
+
+def check_native(case: Case, last: bool) -> dict[str, Any]:
+    """As on a backend with a fast gather and reduce-scatter of its own."""
+    with patch.object(halves, "has_native_gather", lambda *_: True):
+        return check_formats(case, torch.float64) if last else check_move(case)
+
+
+@pytest.mark.parametrize(
+    ("world", "case"), [(ranks_of(case.grid), case) for case in NATIVE], ids=[str(case) for case in NATIVE]
+)
+def test_native_gathers(world: int, case: Case) -> None:
+    """All members of a segment take the same way: one that gathers would wait for ever for those that exchange."""
+    for result in run(world, check_native, case, False, timeout=60):
+        assert result["value"] and result["inner"][0] == result["inner"][1]
+        assert result["gradient is the same where it must be"] and result["result is the same where it must be"]
+    if len(case.shape) == 4 and not isinstance(case.move, Slice):
+        for outcome in run(world, check_native, case, True):
+            assert all(right for right, _ in outcome.values()), outcome
+            assert outcome["channels_last"][1], "channels_last was lost"
+
+
 # ------------------------------------------------------------------------------------------------- the ledger
 
 
@@ -505,8 +540,7 @@ def check_formats(case: Case, dtype: torch.dtype) -> dict[str, tuple[bool, bool]
 def test_memory_formats_and_dtypes(world: int, dtype: torch.dtype, case: Case) -> None:
     for outcome in run(world, check_formats, case, dtype):
         assert all(right for right, _ in outcome.values()), outcome
-        if not isinstance(case.move, AllReduce):
-            assert outcome["channels_last"][1], "channels_last was lost"
+        assert outcome["channels_last"][1], "channels_last was lost"
 
 
 def slice_then_halo() -> tuple[int, ...]:

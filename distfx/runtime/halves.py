@@ -19,6 +19,7 @@ from distfx.runtime.transport import (
     all_reduce,
     empty_like,
     has_native_gather,
+    memory_order,
     reduce_scatter_even,
     send_receive,
 )
@@ -71,8 +72,9 @@ def _(half: Put, x: Tensor, segment: Segment) -> Pending[Tensor]:
 
 @start.register
 def _(half: Reduce, x: Tensor, segment: Segment) -> Pending[Tensor]:
-    result = x.clone(memory_format=torch.contiguous_format)
-    return _InFlight([all_reduce(segment, result)], lambda: result, [result])
+    order, back = memory_order(x)
+    result = x.permute(order).clone(memory_format=torch.contiguous_format)
+    return _InFlight([all_reduce(segment, result)], lambda: result.permute(back), [result])
 
 
 # -- along one dim
@@ -198,30 +200,29 @@ def _padded(half: Along, x: Tensor, lo: int) -> Tensor:
 
 
 def _even_gather(half: Along, segment: Segment) -> bool:
-    """Whether the schedule is a gather of equal parts from every member, in order."""
-    plan = half.schedule
-    return (
-        plan.length == plan.owned * segment.size
-        and len(plan.send) == len(plan.receive) == segment.size - 1
-        and not plan.fill.length
-        and plan.keep[1].runs == ((plan.owned * segment.index, plan.owned),)
-        and all(message.runs == ((peer * plan.owned, plan.owned),) for peer, message in plan.receive)
-        and list(segment.members) == sorted(segment.members)
-    )
+    """Whether the members of the segment, who all must answer alike, gather equal parts in order."""
+    return half.schedule.even and list(segment.members) == sorted(segment.members)
 
 
 def _native_gather(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
-    part = x.contiguous()
+    order, back = memory_order(x)
+    part, dim = x.permute(order).contiguous(), order.index(half.dim)
     gathered = torch.empty((segment.size, *part.shape), dtype=x.dtype, device=x.device)
     work = all_gather_even(segment, gathered, part)
-    return _InFlight([work], lambda: gathered.movedim(0, half.dim).reshape(half.after), [part, gathered])
+
+    def finish() -> Tensor:
+        return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous().permute(back)
+
+    return _InFlight([work], finish, [part, gathered])
 
 
 def _native_scatter(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
-    parts = x.unflatten(half.dim, (segment.size, half.schedule.owned)).movedim(half.dim, 0).contiguous()
-    result = torch.empty(half.after, dtype=x.dtype, device=x.device)
+    order, back = memory_order(x)
+    dim = order.index(half.dim)
+    parts = x.permute(order).unflatten(dim, (segment.size, half.schedule.owned)).movedim(dim, 0).contiguous()
+    result = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
     work = reduce_scatter_even(segment, result, parts)
-    return _InFlight([work], lambda: result, [parts, result])
+    return _InFlight([work], lambda: result.permute(back), [parts, result])
 
 
 # -- between two dims
