@@ -261,23 +261,23 @@ class Grid:
 
     @property
     def parameter_mesh(self) -> DeviceMesh:
-        """The ``DeviceMesh`` of the parameters: channel axes, and one dim for the others, along which they are alike.
+        """The ``DeviceMesh`` of the parameters: this rank's part of :attr:`mesh` along the channel axes, which split
+        them; without any, all ranks in one dim.
 
         DTensor weighs every combination of placements over the dims of a mesh, for each operator of an optimizer and
         each shape: on four dims that takes a second for each parameter, on five a quarter of a minute.
         """
-        alike = tuple(axis for axis in self.axes if not is_channel_axis(axis))
-        if len(alike) < 2:
+        split = tuple(axis for axis in self.axes if is_channel_axis(axis))
+        if len(self.axes) < 2 or len(split) == len(self.axes):
             return self.mesh
-        key = (*self._key(), alike)
+        key = (*self._key(), "parameters")
         if key not in _meshes:
-            split = [axis for axis in self.axes if is_channel_axis(axis)]
-            order = [list(self.axes).index(axis) for axis in (*alike, *split)]
-            ranks = torch.arange(self.size).reshape(tuple(self.axes.values())).permute(order)
-            ranks = ranks.reshape(-1, *(self.axes[axis] for axis in split))
-            groups = [self.segment(axes).group for axes in (alike, *((axis,) for axis in split))]
-            _meshes[key] = DeviceMesh.from_group(
-                groups if split else groups[0], self.device_type, ranks, mesh_dim_names=("".join(alike), *split)
+            world = self.segment(tuple(self.axes)).group
+            row = torch.arange(self.size)
+            _meshes[key] = (
+                self.mesh[split]
+                if split
+                else DeviceMesh.from_group(world, self.device_type, row, mesh_dim_names=("".join(self.axes),))
             )
         return _meshes[key]
 

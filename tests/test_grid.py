@@ -232,9 +232,11 @@ def mesh_of_parameters(text: str) -> tuple[tuple[str, ...], list[Any], list[tupl
 def test_parameters_have_a_mesh_of_few_dims() -> None:
     """The optimizers' first step takes DTensor a time that grows as a power of the number of dims."""
     for rank, (names, ranks, groups, once) in enumerate(run(8, mesh_of_parameters, "n2c2h2")):
-        assert (names, ranks, once) == (("nh", "c"), [[0, 2], [1, 3], [4, 6], [5, 7]], True)
-        assert groups == [(0, 1, 4, 5) if rank % 4 < 2 else (2, 3, 6, 7), (rank & ~2, rank | 2)]
-    for text, want in {"n2h2": ("nh",), "c2h2": ("c", "h"), "h2w2": ("hw",), "n2c2": ("n", "c")}.items():
+        assert (names, ranks, once) == (("c",), [rank & ~2, rank | 2], True)
+        assert groups == [(rank & ~2, rank | 2)]
+    for rank, (names, ranks, _, _) in enumerate(run(8, mesh_of_parameters, "c2x2w2")):
+        assert (names, ranks) == (("c0", "c1"), [[rank % 2, 2 + rank % 2], [4 + rank % 2, 6 + rank % 2]])
+    for text, want in {"n2h2": ("nh",), "c2h2": ("c",), "h4": ("h",), "n2c2": ("c",), "c4": ("c",)}.items():
         assert {names for names, *_ in run(4, mesh_of_parameters, text)} == {want}
 
 
