@@ -111,6 +111,10 @@ class Engine:
         self.last: dict[Mode, Plan] = {}
         """For each mode the plan at the shape of its last call."""
 
+    def __deepcopy__(self, memo: object) -> Engine:
+        """Copies of a parallel module, as of its moving average, have parameters of their own and all else together."""
+        return self
+
     # ---------------------------------------------------------------------------------------------- compilation
 
     @property

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from distfx.engine import Engine
+from distfx.errors import DistfxError
 from distfx.grid import Grid
 from distfx.layout import Layout
 from distfx.passes.bind import bind
-from distfx.passes.capture import Mode
+from distfx.passes.capture import Mode, without_modes
 from distfx.passes.compile import Compiled, PassRecord
 from distfx.passes.readable import readable
 from distfx.plan import Plan
@@ -42,6 +43,28 @@ def _own(result: Any) -> Any:
     """An output that its user may write into: not one that a move passed through, which is a view of another."""
     passed = isinstance(result, Tensor) and result._is_view() and type(result.grad_fn).__name__ == "_WholeBackward"
     return result.clone() if passed else result
+
+
+class Part(nn.Module):
+    """Stands for a module of the model: holds its parameters and its mode. It never runs by itself."""
+
+    def __init__(self, path: str, kind: str) -> None:
+        super().__init__()
+        self._path, self._kind = path, kind
+
+    def _get_name(self) -> str:
+        return self._kind
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise DistfxError(
+            f"{self._path} ({self._kind}) is a part of a parallel module, whose graph runs as a whole: it cannot be "
+            "called, and hooks on it would never run. Put hooks on the whole, or on its parameters; have the model "
+            "return what is to be looked at."
+        )
+
+    forward = _refuse
+    register_forward_hook = register_forward_pre_hook = _refuse
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
 
 
 class ParallelModule(nn.Module):
@@ -76,7 +99,7 @@ class ParallelModule(nn.Module):
             if path:
                 owner, _, leaf = path.rpartition(".")
                 parent = made[model.get_submodule(owner)]
-                parent._modules[leaf] = made.setdefault(module, nn.Module())
+                parent._modules[leaf] = made.setdefault(module, Part(path, type(module).__name__))
         self._mirrors = tuple(made[module] for module in model.modules())
         Mode.of(model).set(self._mirrors)
 
@@ -100,8 +123,12 @@ class ParallelModule(nn.Module):
 
         Gives what there is; with ``None`` nothing is made.
         """
-        if compiled is None:
-            return {name: owner[leaf] for name, (owner, leaf) in self._slots.items()}
+        if compiled is not None:
+            with without_modes():
+                self._make_shards(compiled)
+        return {name: owner[leaf] for name, (owner, leaf) in self._slots.items()}
+
+    def _make_shards(self, compiled: Compiled) -> None:
         if not self._slots:
             model, grid = self._engine.model, self.grid
             made: dict[int, Any] = {}
@@ -127,7 +154,6 @@ class ParallelModule(nn.Module):
             value = compiled.capture.module.get_buffer(name)
             own = {name: distribute(value, self._layout(name, value), self.grid, broadcast=False)}
             self._slots[name] = (own, name)
-        return self._adopt(None)
 
     def _layout(self, name: str, value: Tensor) -> Layout:
         """How a parameter is stored: as the first graph that was made decided."""

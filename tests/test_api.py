@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import json
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import distfx
+from distfx.runtime import halves, transport
 from tests.captures import remembered
 from tests.exact import relative
 from tests.ranks import run
@@ -282,20 +285,97 @@ def test_the_users_model_is_left_as_it_was() -> None:
     assert all(run(2, model_untouched))
 
 
-def autocast_runs() -> tuple[torch.dtype, float]:
-    net, plain = pair("c2h2")
-    net.float()
-    plain.float()
+def autocast_runs(grid: str) -> list[tuple[torch.dtype, torch.dtype, float]]:
+    """Of two networks: the dtypes of both outputs, and how far they are apart."""
+    results = []
     x = torch.randn(4, 3, 8, 10, generator=torch.Generator().manual_seed(1))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, want = net(x), plain(x)
+    for cls in (Net, Image):
+        net, plain = pair(grid, cls)
+        net.float()
+        plain.float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y, want = net(x), plain(x)
+        y.float().sum().backward()
+        results.append((y.dtype, want.dtype, relative(y.float(), want.float())))
+    return results
+
+
+@pytest.mark.parametrize("world, grid", [(1, "n1"), (2, "n2"), (2, "c2"), (2, "h2"), (4, "c2h2")])
+def test_autocast(world: int, grid: str) -> None:
+    """Computes in the same precision as the model does, on every grid."""
+    for results in run(world, autocast_runs, grid):
+        for dtype, wanted, error in results:
+            assert dtype == wanted == torch.bfloat16 and error < 0.05
+
+
+class Pooled(nn.Module):
+    """Its convolutions go without a halo; on small images some ranks have nothing to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.up = nn.ConvTranspose2d(4, 4, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.conv(x).relu()).mean((2, 3))
+
+
+def autocast_of_nothing() -> tuple[set[torch.dtype], torch.dtype, float]:
+    """The dtypes that a rank sends, of the result, and how far that is from the one alone."""
+    torch.manual_seed(3)
+    model = Pooled()
+    torch.nn.init.ones_(model.conv.weight)
+    torch.nn.init.ones_(model.up.weight)
+    net = distfx.parallelize(model, "h4", example_inputs=(torch.randn(2, 3, 32, 8),))
+    net._engine.guessed = False
+    sent = set()
+
+    def noted(segment: Any, tensor: Tensor, op: str = "sum") -> Any:
+        sent.add(tensor.dtype)
+        return transport.all_reduce(segment, tensor, op)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), patch.object(halves, "all_reduce", noted):
+        y, want = net(torch.ones(2, 3, 2, 8)), model(torch.ones(2, 3, 2, 8))
     y.float().sum().backward()
-    return y.dtype, relative(y.float(), want.float())
+    return sent, y.dtype, relative(y.float(), want.float())
 
 
-def test_autocast() -> None:
-    for dtype, error in run(4, autocast_runs):
-        assert dtype == torch.bfloat16 and error < 0.05
+def test_autocast_where_some_ranks_have_nothing() -> None:
+    for sent, dtype, error in run(4, autocast_of_nothing):
+        assert sent == {torch.bfloat16} and dtype == torch.bfloat16 and error < 0.02
+
+
+def first_call_in_inference_mode(example: bool) -> tuple[bool, int]:
+    """Of a model whose input cannot be told, or can: whether it trains after a first look at it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.ReflectionPad2d(3))
+    given = (torch.randn(2, 3, 8, 8),) if example else None
+    net = distfx.parallelize(model if example else Unguessed(model), "h2", example_inputs=given)
+    x = torch.randn(2, 3, 8, 8)
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        net(x)
+    y = net(x)
+    y.sum().backward()
+    grads = [p.grad for p in net.parameters()]
+    return y.requires_grad and y.dtype == torch.float32, sum(grad is not None for grad in grads)
+
+
+class Unguessed(nn.Module):
+    """Its input cannot be told from a first layer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[2] == 8 and x.shape[3] == 8
+        return self.inner(x * 2)
+
+
+@pytest.mark.parametrize("example", [True, False])
+def test_first_call_in_inference_mode(example: bool) -> None:
+    """What is made then is made for training, too."""
+    assert run(2, first_call_in_inference_mode, example) == [(True, 2)] * 2
 
 
 class Several(nn.Module):
@@ -518,3 +598,47 @@ def second_derivative() -> str:
 
 def test_second_derivatives_are_refused_not_wrong() -> None:
     assert all("once_differentiable" in text for text in run(2, second_derivative))
+
+
+def averaged(grid: str) -> tuple[float, float]:
+    """A moving average of the parameters, as torch keeps it: by a copy."""
+    net, plain = pair(grid)
+    x = torch.randn(4, 3, 8, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    averages, outputs = [], []
+    for module in (net, plain):
+        average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            optimizer.step()
+            average.update_parameters(module)
+        averages.append(average)
+        outputs.append(torch.cat([average(x), module(x)]))
+    whole = averages[0].module.full_state_dict()
+    return (
+        relative(*outputs),
+        max(relative(whole[name], value) for name, value in averages[1].module.state_dict().items()),
+    )
+
+
+@pytest.mark.parametrize("grid", ["c2", "h2"])
+def test_copies_for_moving_averages(grid: str) -> None:
+    assert all(output < 1e-12 and state < 1e-12 for output, state in run(2, averaged, grid))
+
+
+def parts_say_no() -> list[str]:
+    net, _ = pair("h1")
+    messages = []
+    for action in (lambda: net.conv.register_forward_hook(print), lambda: net.conv(torch.ones(2))):
+        with pytest.raises(distfx.DistfxError) as error:
+            action()
+        messages.append(str(error.value))
+    return [*messages, repr(net)]
+
+
+def test_parts_are_not_called() -> None:
+    """A hook that never runs would be a silent fault."""
+    *messages, text = run(1, parts_say_no)[0]
+    assert all("conv (Conv2d) is a part of a parallel module" in message for message in messages)
+    assert "(bn): BatchNorm2d()" in text

@@ -13,7 +13,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +148,18 @@ class Mode:
         return f"{name} but for {', '.join(others)}" if others else name
 
 
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Without the caller's inference mode, ``no_grad`` and autocast: what is made here outlives the call."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 def capture(
     model: nn.Module,
     args: Sequence[Any],
@@ -168,7 +180,7 @@ def capture(
     examples = tuple(pytree.tree_map(lambda v: _enlarged(v, batch), tuple(args)))
     keywords = dict(pytree.tree_map(lambda v: _enlarged(v, batch), dict(kwargs or {})))
 
-    with mode.on(model), _silence():
+    with mode.on(model), _silence(), without_modes():
         program = _export(model, examples, keywords, guess)
     module = program.module(check_guards=False)
     _inline(module)

@@ -112,6 +112,8 @@ class Row:
     fill: float = 0.0
     anchor: bool = False
     """Whether the planner weighs strategies for it; others follow the layout of an operand."""
+    product: bool = False
+    """Whether it is a sum of products, which autocast computes in its dtype."""
     scatter: str | None = None
     """The factor over which a partial result is scattered."""
     build: Callable[[Row, Node], Spec | None] | None = None

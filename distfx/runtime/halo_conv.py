@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distfx.moves import Along
+from distfx.runtime.autocast import lowered
 from distfx.runtime.functions import RunMove
 from distfx.runtime.halves import pack, place
 from distfx.runtime.transport import Pending, Work, dense, send_receive
@@ -133,13 +134,8 @@ class HaloConvolution:
             self.around[at], self.strips = found
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        device = x.device.type
-        if not torch.is_autocast_enabled(device):
-            return _HaloConvolution.apply(x, weight, bias, self)
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
-            cast = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, weight, bias)]
-            return _HaloConvolution.apply(*cast, self)
+        result: Tensor = _HaloConvolution.apply(*lowered(x, weight, bias), self)
+        return result
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
         zeros = [0] * len(padding)

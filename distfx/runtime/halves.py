@@ -82,7 +82,8 @@ def _(half: Reduce, x: Tensor, segment: Segment) -> Pending[Tensor]:
 
 @lru_cache(maxsize=4096)
 def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(positions, device=device)
+    with torch.inference_mode(False):  # a later call may save it for backward
+        return torch.tensor(positions, device=device)
 
 
 def pack(x: Tensor, dim: int, message: Message) -> Tensor:

@@ -15,10 +15,22 @@ from torch.autograd.function import once_differentiable
 from distfx import ledger
 from distfx.grid import Segment
 from distfx.layout import Window
+from distfx.runtime.autocast import lowered, lowered_dtype
 from distfx.runtime.failure import During
 from distfx.runtime.transport import all_reduce
 
-__all__ = ["KERNELS", "BatchNorm", "Collective", "Statistics", "Zero", "add_bias", "avg_pool", "conv_transpose", "mean"]
+__all__ = [
+    "KERNELS",
+    "BatchNorm",
+    "Collective",
+    "Statistics",
+    "Zero",
+    "add_bias",
+    "avg_pool",
+    "conv_transpose",
+    "convolution",
+    "mean",
+]
 
 
 class _Zeros(torch.autograd.Function):
@@ -41,13 +53,14 @@ class _Zeros(torch.autograd.Function):
 class Zero:
     """The kernel of a rank whose part is empty: zeros of the right shape (a sum over nothing, or no elements)."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-        self.shape, self.dtype = shape, dtype
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype | None = None, product: bool = False) -> None:
+        self.shape, self.dtype, self.product = shape, dtype, product
         self.__name__ = "zero"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        return _Zeros.apply(self.shape, self.dtype, *tensors)
+        dtype = lowered_dtype(tensors[0]) if self.product else self.dtype  # as the ranks have it that do compute
+        return _Zeros.apply(self.shape, dtype, *tensors)
 
 
 def add_bias(x: Tensor, bias: Tensor, *, dim: int) -> Tensor:
@@ -70,6 +83,12 @@ def mean(x: Tensor, dims: Sequence[int], *, keepdim: bool, count: int, dtype: to
     return (x.sum(list(dims), keepdim=keepdim, dtype=wide) / count).to(result)
 
 
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """A convolution under autocast, too: on CPUs that knows ``conv2d`` and its like, but not what they call."""
+    result: Tensor = torch.ops.aten.convolution(*lowered(x, weight, bias), *rest)
+    return result
+
+
 def conv_transpose(
     x: Tensor,
     weight: Tensor,
@@ -89,8 +108,9 @@ def conv_transpose(
     block; what is computed of the neighbours' blocks is cut off, and outputs that no tap reaches are zero.
     """
     channels = weight.shape[1] * groups
+    x, weight, bias = lowered(x, weight, bias)
     if x.numel() == 0 or weight.numel() == 0 or min(size) == 0:
-        result = Zero((x.shape[0], channels, *size))(x, weight)
+        result = Zero((x.shape[0], channels, *size), product=True)(x, weight)
         return result if bias is None else add_bias(result, bias, dim=1)
     rank = len(size)
     pads, extra, cuts = [0] * rank, [0] * rank, []
@@ -151,7 +171,7 @@ def causal_attention(
 ) -> Tensor:
     """Attention of the queries from number ``start`` on, each to the keys up to its own number."""
     if q.numel() == 0:
-        return Zero((*q.shape[:-1], v.shape[-1]))(q, k, v)
+        return Zero((*q.shape[:-1], v.shape[-1]), product=True)(q, k, v)
     seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril_(start)
     return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=gqa)
 

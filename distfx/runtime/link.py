@@ -21,7 +21,7 @@ from distfx.runtime.functions import RunMove
 from distfx.runtime.halo_conv import HaloConvolution
 from distfx.runtime.halves import start
 from distfx.runtime.kernels import KERNELS as PLAIN
-from distfx.runtime.kernels import BatchNorm, Zero
+from distfx.runtime.kernels import BatchNorm, Zero, convolution
 from distfx.runtime.norm import Norm
 from distfx.runtime.parameters import Bucket, Gradients
 from distfx.runtime.pool import adaptive_pool, max_pool_index
@@ -178,7 +178,10 @@ def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
     elif node.target is not operator.getitem and _is_empty(node):
         dtype = node.meta["dtype"]  # where it is its operand's it follows that, which may have been converted since
         same = dtype == node.all_input_nodes[0].meta["dtype"]
-        node.target = Zero(node.meta["local"], None if same else dtype)
+        product = node.meta["decision"].spec.row.product
+        node.target = Zero(node.meta["local"], None if same else dtype, product)
+    elif node.target is aten.convolution.default:
+        node.target = convolution
 
 
 def _is_empty(node: Node) -> bool:

@@ -70,6 +70,7 @@ CONVOLUTION = Row(
     windows=conv_windows,
     build=_conv_spec,
     anchor=True,
+    product=True,
     scatter="k",
     cost="space: halos. channels: reduce-scatter of y (stationary-x), all-gather of x (-y), smaller ones of both (-w); "
     "groups: nothing. Weights: one allreduce of the shard's gradient over the ranks that hold it",
@@ -118,6 +119,7 @@ LINEAR = Row(
     build=_linear_spec,
     check=_check_linear,
     anchor=True,
+    product=True,
     scatter="k",
     cost="as a 1x1 convolution",
 )
@@ -187,6 +189,7 @@ MATMUL = Row(
     "b... m c, b... c n -> b... m n",
     unchanged,
     build=_matmul_spec,
+    product=True,
     cost="over c: an allreduce of the result",
 )
 OUTER = Row("outer product", "m, n -> m n", unchanged, build=_outer_spec, cost="nothing")
@@ -195,6 +198,7 @@ EINSUM = Row(
     "as its equation says",
     unchanged,
     build=_einsum_spec,
+    product=True,
     cost="over letters that are summed: an allreduce of the result; operands are gathered over letters they lack",
 )
 
@@ -230,6 +234,7 @@ ATTENTION = Row(
     "b... m _, b... _ _, b... _ _, b... m _ -> b... m _",
     _local_attention,
     build=_attention_spec,
+    product=True,
     cost="an all-gather of keys and values",
 )
 

@@ -1,0 +1,22 @@
+"""Autocast for convolutions and products that are called by other names than those it knows, or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["lowered", "lowered_dtype"]
+
+
+def lowered_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which autocast, if it is on, lets a convolution or product of ``x`` be computed."""
+    device = x.device.type
+    eligible = x.is_floating_point() and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else x.dtype
+
+
+def lowered(*tensors: Tensor | None) -> list[Any]:
+    """Operands of a convolution as autocast casts them; as they are where it is off."""
+    return [None if t is None else t.to(lowered_dtype(t)) for t in tensors]
