@@ -70,26 +70,35 @@ def parallelize(
 
 def plan(
     model: nn.Module,
-    grid: Grid | str,
-    shape: Sequence[int],
+    grid: GridLike,
+    shape: Sequence[Any],
     strategy: Strategy = "auto",
     outputs: str = "global",
     rank: int = 0,
+    batch_norm: str | Collection[str] = "global",
 ) -> Plan:
     """The plan of ``model`` for an input of global ``shape``, as ``rank`` sees it. Needs no processes and no memory.
 
-    ``model`` may lie on the ``meta`` device; ``grid`` may be abstract, or a text such as ``"n2c2h2"``.
+    ``model`` may lie on the ``meta`` device; ``grid`` may be abstract, or a text such as ``"n2c2h2"``. For a model with
+    several inputs, ``shape`` has for each its shape, or a tensor of its shape and dtype (class labels, on ``meta``).
     """
-    place = (Grid.parse_abstract(grid) if isinstance(grid, str) else grid).at(rank)
     pins = _pins(strategy)
-    place = _factored(place, pins).at(rank)
+    place = _factored(Grid.of_abstract(grid), pins)
+    if not 0 <= rank < place.size:
+        raise DistfxError(f"rank={rank}: {place} has ranks 0 to {place.size - 1}")
+    place = place.at(rank)
     first = next(model.parameters(), None)
-    example = torch.empty(
-        tuple(shape), dtype=getattr(first, "dtype", None), device="meta" if first is None else first.device
+    device = torch.device("meta") if first is None else first.device
+    given = [shape] if all(isinstance(size, int) for size in shape) else shape
+    examples = tuple(
+        torch.empty_like(each, device=device)
+        if isinstance(each, torch.Tensor)
+        else torch.empty(tuple(each), dtype=getattr(first, "dtype", None), device=device)
+        for each in given
     )
-    captured = capture(model, (example,), training=model.training, batch=max(2, 2 * place.axes.get("n", 1)))
-    compiled = compile_capture(captured, place.axes, pins, outputs)
-    values = match_inputs(captured.inputs, [tuple(shape)], [example.dtype])
+    captured = capture(model, examples, training=model.training, batch=max(2, 2 * place.axes.get("n", 1)))
+    compiled = compile_capture(captured, place.axes, pins, outputs, statistics=_statistics(batch_norm))
+    values = match_inputs(captured.inputs, [tuple(e.shape) for e in examples], [e.dtype for e in examples])
     bound = bind(compiled.module, values, place)
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     return plan_of(compiled, bound, place, {}, trained, gradient_buckets(bound, trained, place))

@@ -44,7 +44,7 @@ from distfx.passes.nodes import describe
 from distfx.passes.planner import Pins
 from distfx.plan import Plan
 from distfx.predict import gradient_buckets, plan_of
-from distfx.runtime.agree import agree, agree_on_outcome
+from distfx.runtime.agree import agree, agree_on_outcome, host_group
 from distfx.runtime.check import Checked
 from distfx.runtime.failure import During
 from distfx.runtime.link import link
@@ -304,10 +304,10 @@ class Engine:
             given = {s.name for s, is_local in zip(specs, local, strict=True) if is_local}
             runnable = self._bind(compiled, values, given, inputs, held)
             if len(self.prepared) >= KEPT:
-                del self.prepared[next(iter(self.prepared))]
+                del self.prepared[next(iter(self.prepared))]  # the one that was not used for longest
             entry = (*entry[:3], _state(held))  # as the next such call will find it
             self.prepared[entry] = (number, runnable)
-        number, runnable = self.prepared[entry]
+        number, runnable = self.prepared[entry] = self.prepared.pop(entry)
         self.latest[mode], self.last[mode] = number, runnable.plan
         plain = [_plain(t, own) for t, own in zip(tensors, local, strict=True)]
         return self.compiled[mode][number], runnable, held, plain
@@ -381,7 +381,7 @@ class Engine:
         seed = torch.randint(2**62, (1,))
         if self.grid.size > 1:
             with During("broadcast of the seed of random operators"):
-                dist.broadcast(seed, src=0)
+                dist.broadcast(seed, src=0, group=host_group())
         return int(seed)
 
     def _signature(self, mode: Mode, tensors: Sequence[Tensor]) -> tuple[str, ...]:
@@ -420,6 +420,10 @@ class Engine:
         parameters: Mapping[str, Tensor],
     ) -> Runnable:
         bound = bind(compiled.module, values, self.grid, local)
+        changed = _converted(compiled, parameters)
+        for node in bound.module.graph.nodes:
+            if node.meta.get("dtype") in changed:
+                node.meta["dtype"] = changed[node.meta["dtype"]]
         trained = {name: tensor.requires_grad for name, tensor in parameters.items()}
         dtypes = {name: tensor.dtype for name, tensor in parameters.items()}
         buckets = gradient_buckets(bound, trained, self.grid, dtypes)
@@ -447,8 +451,25 @@ class Engine:
         fits = [known and self._is_local(compiled, n, t) for n, t in zip(names, tensors, strict=False)]
         flags = torch.tensor([int(fit) for fit in fits] + [0] * (len(tensors) - len(fits)))
         if self.grid.size > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MIN)
-        return [bool(flag) for flag in flags.tolist()]
+            dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=host_group())
+        taken = [bool(flag) for flag in flags.tolist()]
+        for spec, tensor, own in zip(compiled.capture.inputs, tensors, taken, strict=False):
+            self._warn_of_gather(compiled, spec.name, tensor, own)
+        return taken
+
+    def _warn_of_gather(self, compiled: Compiled, name: str, tensor: Tensor, own: bool) -> None:
+        """An input that does not fit a rank must not become whole there without a word."""
+        sharded = isinstance(tensor, DTensor) and any(placed.is_shard() for placed in tensor.placements)
+        if own or not sharded or self.grid.rank != 0 or name in self.warned:
+            return
+        self.warned.add(name)
+        layout = self.input_layout(compiled, name)
+        warnings.warn(
+            f"the input {name}, a DTensor {tuple(tensor.shape)} split by {tensor.placements} over "  # type: ignore[attr-defined]
+            f"{tensor.device_mesh}, is gathered on every rank: the plan has it as {layout}, whose parts are "  # type: ignore[attr-defined]
+            "net.input_slices(...) (DTensor.from_local with these, on net.grid.mesh, is taken as it is)",
+            stacklevel=2,
+        )
 
     def _is_local(self, compiled: Compiled, name: str, tensor: Tensor) -> bool:
         """Whether a DTensor input is split just as the plan has it."""
@@ -458,9 +479,9 @@ class Engine:
         local = layout.local_shape(tuple(tensor.shape), self.grid.placement())
         if tuple(tensor.to_local().shape) != tuple(local):
             return False
-        axes = list(self.grid.axes) or ["n"]
-        placed = {axis: p.dim if p.is_shard() else None for axis, p in zip(axes, tensor.placements, strict=True)}  # type: ignore[attr-defined]
-        return all(dim == layout.dim_of(axis) for axis, dim in placed.items())
+        names = tensor.device_mesh.mesh_dim_names or ()
+        placed = {axis: p.dim if p.is_shard() else None for axis, p in zip(names, tensor.placements, strict=True)}  # type: ignore[attr-defined]
+        return all(dim == layout.dim_of(axis) for axis, dim in placed.items() if axis in self.grid.axes)
 
 
 def _state(parameters: Mapping[str, Tensor]) -> State:
@@ -475,14 +496,19 @@ def _plain(tensor: Tensor, is_local: bool) -> Tensor:
     return tensor.to_local() if is_local else tensor.full_tensor()
 
 
-def _retyped(compiled: Compiled, parameters: Mapping[str, Tensor]) -> list[InputSpec]:
-    """The inputs as captured; where the parameters were converted since (``net.half()``), the inputs follow."""
-    nodes = compiled.module.graph.find_nodes(op="get_attr")
+def _converted(compiled: Compiled, parameters: Mapping[str, Tensor]) -> dict[torch.dtype, torch.dtype]:
+    """What has become of the dtypes of a capture, where the parameters were converted since (``net.half()``)."""
     changed = {}
-    for node in nodes:
+    for node in compiled.module.graph.find_nodes(op="get_attr"):
         now = parameters[str(node.target)].dtype
         if now != node.meta["dtype"] and now.is_floating_point:
             changed[node.meta["dtype"]] = now
+    return changed
+
+
+def _retyped(compiled: Compiled, parameters: Mapping[str, Tensor]) -> list[InputSpec]:
+    """The inputs as captured; where the parameters were converted since, the inputs follow."""
+    changed = _converted(compiled, parameters)
     return [InputSpec(s.name, s.shape, changed.get(s.dtype, s.dtype)) for s in compiled.capture.inputs]
 
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["CaptureError", "DistfxError", "FallbackWarning", "RankMismatchError", "SizeError"]
+__all__ = [
+    "CaptureError",
+    "CommunicationError",
+    "DistfxError",
+    "FallbackWarning",
+    "NonFiniteError",
+    "RankMismatchError",
+    "SizeError",
+]
 
 
 class DistfxError(ValueError):

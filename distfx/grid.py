@@ -45,6 +45,8 @@ class Segment:
     members: tuple[int, ...]
     index: int
     group: Any = None
+    nccl: bool = False
+    """Whether GPU tensors go through NCCL."""
 
     @property
     def size(self) -> int:
@@ -57,12 +59,24 @@ class Segment:
 
 _groups: dict[frozenset[int], Any] = {}
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+_world: Any = None
+"""The process group of all ranks that these are parts of."""
 
 
 def forget() -> None:
     """Drop every cached mesh and process group: to be called before the process group is destroyed."""
+    global _world
     _groups.clear()
     _meshes.clear()
+    _world = None
+
+
+def _remember() -> None:
+    """Use the caches for the present process group: a program may destroy one and make another."""
+    global _world
+    if _world is not dist.group.WORLD:
+        forget()
+        _world = dist.group.WORLD
 
 
 atexit.register(forget)  # gloo may crash when a process group outlives the interpreter
@@ -129,6 +143,16 @@ class Grid:
         return cls.abstract(**_parse(text))
 
     @classmethod
+    def of_abstract(cls, grid: GridLike) -> Grid:
+        """As :meth:`of`, without processes."""
+        if isinstance(grid, str):
+            return cls.parse_abstract(grid)
+        if isinstance(grid, Mapping):
+            _check_names(grid)
+            return cls.abstract(**grid)
+        return cls.of(grid).at(0)
+
+    @classmethod
     def of(cls, grid: GridLike) -> Grid:
         """A grid from whatever a user may give where a grid is taken: a grid, text, a dict, a ``DeviceMesh``."""
         if isinstance(grid, Grid):
@@ -136,9 +160,7 @@ class Grid:
         if isinstance(grid, str):
             return cls.parse(grid)
         if isinstance(grid, Mapping):
-            unknown = sorted(set(grid) - set(AXES))
-            if unknown:
-                raise DistfxError(f"unknown axis {unknown[0]!r} in {dict(grid)}: the axes are {', '.join(AXES)}")
+            _check_names(grid)
             return cls(**grid)
         if isinstance(grid, DeviceMesh):
             return cls._of_mesh(grid)
@@ -161,6 +183,7 @@ class Grid:
         agree(launch.world, "grids", _text(dict(zip(names, mesh.mesh.shape, strict=True))))
         grid = cls._make(dict(zip(names, mesh.mesh.shape, strict=True)), launch.rank, mesh.device_type)
         grid._check_world(launch.world)
+        _remember()
         _meshes[grid._key()] = mesh
         return grid
 
@@ -202,6 +225,13 @@ class Grid:
     @property
     def device_type(self) -> str:
         return self._device_type or "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, torch.cuda.current_device())
 
     @property
     def coords(self) -> dict[str, int]:
@@ -252,6 +282,7 @@ class Grid:
         """The ``DeviceMesh`` of the axes larger than one; made once for each shape."""
         if self.is_abstract:
             raise DistfxError(f"{self} is abstract: it has no processes and no mesh")
+        _remember()
         key = self._key()
         if key not in _meshes:
             axes = self.axes or {"n": 1}
@@ -270,6 +301,7 @@ class Grid:
         split = tuple(axis for axis in self.axes if is_channel_axis(axis))
         if len(self.axes) < 2 or len(split) == len(self.axes):
             return self.mesh
+        _remember()
         key = (*self._key(), "parameters")
         if key not in _meshes:
             world = self.segment(tuple(self.axes)).group
@@ -284,14 +316,16 @@ class Grid:
     def segment(self, axes: tuple[str, ...]) -> Segment:
         """This rank's segment along ``axes``. All ranks must ask for the same axes in the same order."""
         members = self.members(axes)
-        group = None
-        if not self.is_abstract and len(members) > 1:
-            group = self._group(axes)
-        return Segment(axes, members, members.index(self._rank), group)
+        if self.is_abstract or len(members) == 1:
+            return Segment(axes, members, members.index(self._rank))
+        group = self._group(axes)
+        nccl = "cuda:nccl" in dist.get_backend_config(group)
+        return Segment(axes, members, members.index(self._rank), group, nccl)
 
     def _group(self, axes: tuple[str, ...]) -> Any:
         """The process group of a segment: one for each rank set, whatever axes lead to it, warmed by one collective."""
         mine = frozenset(self.members(axes))
+        _remember()
         if mine not in _groups:
             with During(f"making the process groups along {','.join(axes)}"):
                 made: Any
@@ -316,6 +350,12 @@ class Grid:
 
 
 GridLike = Grid | str | Mapping[str, int] | DeviceMesh
+
+
+def _check_names(grid: Mapping[str, Any]) -> None:
+    unknown = sorted(set(grid) - set(AXES))
+    if unknown:
+        raise DistfxError(f"unknown axis {unknown[0]!r} in {dict(grid)}: the axes are {', '.join(AXES)}")
 
 
 def _sizes(n: int, c: int | tuple[int, int], d: int, h: int, w: int) -> dict[str, int]:

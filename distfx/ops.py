@@ -10,10 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.fx.node import map_aggregate
+
 from distfx.layout import Coords, Split
 from distfx.symbolic import Size, show
 
-__all__ = ["LocalPart", "LocalSize", "LocalStart", "Nth", "inserted"]
+__all__ = ["LocalPart", "LocalSize", "LocalStart", "Nth", "inserted", "on_device"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,17 @@ class Nth:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*args, **kwargs)[self.index]
+
+
+def on_device(arguments: Any, device: torch.device | None = None) -> Any:
+    """The arguments of a call, made on ``device`` wherever they name one; without it, on any of its kind."""
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return device or torch.device(value.type)
+        return value
+
+    return map_aggregate(arguments, replace)
 
 
 def _symbolic(name: str, doc: str) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
 
 from distfx.errors import CaptureError
+from distfx.ops import on_device
 from distfx.passes.canonical import canonical, name_after_module
 from distfx.passes.nodes import aten
 from distfx.passes.writes import functional, results_apart, same_tensor, writes
@@ -186,6 +187,8 @@ def capture(
     _inline(module)
     results_apart(module.graph)
     result = _normalise(module, program, mode.training)
+    for node in result.module.graph.nodes:  # the number of a GPU is each rank's own
+        node.args, node.kwargs = on_device((node.args, node.kwargs))
     result.constants = constants_of((examples, keywords))
     result.module.graph.lint()
     return result

@@ -11,7 +11,23 @@ import torch.distributed as dist
 from distfx.errors import DistfxError, RankMismatchError
 from distfx.runtime.failure import During
 
-__all__ = ["agree", "agree_on_outcome", "digest"]
+__all__ = ["agree", "agree_on_outcome", "digest", "host_group"]
+
+_host: tuple[Any, Any] | None = None
+
+
+def host_group() -> Any:
+    """The process group of all ranks for the few numbers that they compare on the host, which NCCL does not carry.
+
+    Of a program that made its group for GPUs alone a second one is made: all ranks must call this first together.
+    """
+    global _host
+    world = dist.group.WORLD
+    if "cpu:" in dist.get_backend_config(world):
+        return world
+    if _host is None or _host[0] is not world:
+        _host = (world, dist.new_group(backend="gloo"))
+    return _host[1]
 
 
 def digest(text: str) -> int:
@@ -27,10 +43,11 @@ def agree(world: int, what: str, mine: str) -> None:
     every = torch.empty(world, dtype=torch.int64)
     texts: list[Any] = [None] * world
     with During(f"comparison of the ranks' {what}"):
-        dist.all_gather_single(every, own)
+        group = host_group()
+        dist.all_gather_single(every, own, group=group)
         if bool((every == own).all()):
             return
-        dist.all_gather_object(texts, mine)
+        dist.all_gather_object(texts, mine, group=group)
     raise RankMismatchError(_difference(what, texts))
 
 
@@ -55,9 +72,11 @@ def agree_on_outcome(world: int, error: Exception | None) -> None:
         failed = torch.tensor([error is not None], dtype=torch.int64)
         texts: list[Any] = [None] * world
         with During("comparison of the ranks' compilations"):
-            dist.all_reduce(failed)
+            group = host_group()
+            dist.all_reduce(failed, group=group)
             if int(failed) and int(failed) != world:
-                dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}")
+                said_here = None if error is None else f"{type(error).__name__}: {error}"
+                dist.all_gather_object(texts, said_here, group=group)
         said = [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text is not None]
         if said and error is None:
             raise DistfxError(said[0])

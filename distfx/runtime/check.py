@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from distfx.errors import NonFiniteError
 from distfx.grid import Grid
 from distfx.moves import BoundMove
+from distfx.runtime.agree import host_group
 from distfx.runtime.failure import During
 
 __all__ = ["Checked"]
@@ -42,7 +43,7 @@ class Checked:
         if self.grid.size > 1:
             gathered = torch.empty(self.grid.size * 3, dtype=torch.int64)
             with During("comparison of check=True"):
-                dist.all_gather_single(gathered, mine)
+                dist.all_gather_single(gathered, mine, group=host_group())
             every = gathered.view(-1, 3)
         number = int(every[:, 0].min())
         if number == len(nodes):

@@ -150,11 +150,11 @@ def _canonical(backend: str) -> str:
 
 def _adopt() -> Launch:
     """Describe the process group that the program has made itself; nothing is changed."""
-    name = str(dist.get_backend())
+    name, config = str(dist.get_backend()), str(dist.get_backend_config())
     device = torch.device("cpu")
-    if torch.cuda.is_available() and name != "gloo":
+    if torch.cuda.is_available() and name != "gloo" and ("cuda:" in config or name == mpi.BACKEND):
         device = torch.device("cuda", torch.cuda.current_device())
-    backend = {mpi.BACKEND: "mpi", "cpu:gloo,cuda:nccl": "nccl"}.get(name, name)
+    backend = "nccl" if "cuda:nccl" in config else {mpi.BACKEND: "mpi", "undefined": "gloo"}.get(name, name)
     return Launch("existing", backend, dist.get_rank(), dist.get_world_size(), _local_rank(os.environ), device)
 
 

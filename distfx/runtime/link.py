@@ -77,6 +77,7 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
         if node.op == "get_attr":
             continue
         if node.op == "call_function":
+            node.args, node.kwargs = ops.on_device((node.args, node.kwargs), grid.device)
             _link_call(node, grid, gradients)
         for operand in [n for n in node.all_input_nodes if n.op == "get_attr"]:
             name = str(operand.target)

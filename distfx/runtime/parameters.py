@@ -51,11 +51,7 @@ def to_dtensor(local: Tensor, like_shape: torch.Size, layout: Layout, grid: Grid
 def distribute(value: Tensor, layout: Layout, grid: Grid, *, broadcast: bool) -> DTensor:
     """This rank's shard of ``value``, of rank 0's if ``broadcast``. ``value`` itself is left as it was."""
     whole, settled = value.detach(), layout.settled()
-    device = (
-        torch.device(grid.device_type)
-        if grid.device_type == "cpu"
-        else torch.device("cuda", torch.cuda.current_device())
-    )
+    device = grid.device
 
     def part(rank: int) -> Tensor:
         mine = whole

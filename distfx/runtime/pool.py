@@ -34,7 +34,7 @@ def adaptive_pool(
         out = torch.arange(start[i], start[i] + size[i] + 1, device=x.device)
         low = out[:-1] * extent[i] // result[i]
         high = (out[1:] * extent[i] + result[i] - 1) // result[i]
-        taps = low[:, None] + torch.arange(int((high - low).max()), device=x.device)
+        taps = low[:, None] + torch.arange(_widest(start[i], size[i], extent[i], result[i]), device=x.device)
         inside = taps < high[:, None]
         taken = (torch.minimum(taps, high[:, None] - 1) - start[i] * extent[i] // result[i]).flatten()
 
@@ -53,6 +53,11 @@ def adaptive_pool(
         stride *= extent[i]
         x = best.values.squeeze(dim + 1)
     return x if index is None else index
+
+
+def _widest(start: int, size: int, extent: int, result: int) -> int:
+    """The most inputs that one of these outputs pools: known here, so that no device need be asked."""
+    return max(-(-(o + 1) * extent // result) - o * extent // result for o in range(start, start + size))
 
 
 def max_pool_index(

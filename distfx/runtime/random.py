@@ -49,7 +49,8 @@ class Draw:
         device = args[0].device if isinstance(args[0], Tensor) else torch.device(kwargs.get("device") or "cpu")
         generator = torch.default_generator
         if device.type == "cuda":
-            generator = torch.cuda.default_generators[device.index or 0]
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
         before = generator.get_state()
         try:
             generator.manual_seed(_seed(gradients, self.node, self.part))

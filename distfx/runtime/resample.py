@@ -75,5 +75,8 @@ def resample(
             x = parts[0]
             continue
         shape = (-1, *(1,) * (x.dim() - 3 - i))
-        x = torch.stack([part * w.to(x.dtype).view(shape) for part, w in zip(parts, weights, strict=True)]).sum(0)
+        factors = [w.to(x.dtype).view(shape) for w in weights]
+        x = parts[0] * factors[0]
+        for part, factor in zip(parts[1:], factors[1:], strict=True):
+            x = torch.addcmul(x, part, factor)
     return x

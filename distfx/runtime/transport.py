@@ -61,13 +61,9 @@ class Ready(Pending[Tensor]):
         return self.result
 
 
-def _is_nccl(segment: Segment, tensor: Tensor) -> bool:
-    return tensor.is_cuda and "nccl" in dist.get_backend(segment.group)
-
-
 def has_native_gather(segment: Segment, tensor: Tensor) -> bool:
     """Whether even gathers and reduce-scatters should go to the backend as such: NCCL's rings beat many messages."""
-    return _is_nccl(segment, tensor)
+    return tensor.is_cuda and segment.nccl
 
 
 def send_receive(
@@ -77,7 +73,7 @@ def send_receive(
     if not sends and not receives:
         return []
     group = segment.group
-    if _is_nccl(segment, (sends or receives)[0][1]):
+    if segment.nccl and (sends or receives)[0][1].is_cuda:  # whose messages wait for each other unless in one batch
         ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=segment.group_rank(m)) for m, t in receives]
         ops += [dist.P2POp(dist.isend, t, group=group, group_peer=segment.group_rank(m)) for m, t in sends]
         return list(dist.batch_isend_irecv(ops))
