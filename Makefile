@@ -32,7 +32,7 @@ format: $(READY) ## let ruff format the code and repair what it can
 
 demo: export OMP_NUM_THREADS ?= 1
 demo: $(READY) ## a small network on 4 ranks of this machine
-	$(BIN)/torchrun --nproc-per-node 4 examples/demo.py
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/demo.py
 
 bench: $(READY) ## time single layers
 	$(BIN)/python benchmarks/layers.py

@@ -37,8 +37,14 @@ def with_loss(model: nn.Module, criterion: Callable[..., Tensor], *, outputs: bo
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not args:
             raise DistfxError("a model with a loss takes its inputs and, as the last positional argument, the target")
-        y = kind.forward(self, *args[:-1], **kwargs)
-        loss = criterion(y, args[-1])
+        both = self._modules
+        own = {name: module for name, module in both.items() if name != "criterion"}
+        self._modules = own  # a model that runs over its modules, as a Sequential does, knows of no loss
+        try:
+            y = kind.forward(self, *args[:-1], **kwargs)
+        finally:
+            self._modules = both
+        loss = (both.get("criterion") or criterion)(y, args[-1])
         return (loss, y) if outputs else loss
 
     joint = copy.copy(model)

@@ -129,6 +129,7 @@ add_blocks = _symbolic("add_blocks", "A concatenation along a split dim: parts t
 reduce = _symbolic("reduce", "A reduction of a split dim that only small values are sent for.")
 pick_class = _symbolic("pick_class", "At each position the value of the class that the target names.")
 class_weights = _symbolic("class_weights", "At each position the weight of its target's class; zero where ignored.")
+straight = _symbolic("straight", "The second operand's values with the first one's gradient: a write under no_grad.")
 mean = _symbolic("mean", "A sum divided by the global count: over a split dim a partial sum of the mean.")
 
 

@@ -51,6 +51,7 @@ _CONSTANT = (
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
+    aten.empty_like.default,
     aten.new_zeros.default,
     aten.new_ones.default,
     aten.new_full.default,

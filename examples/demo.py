@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--grid", default="c2h2", help="default c2h2: channels and height both in two")
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
-    launch = distfx.init()
+    launch = distfx.init(backend="gloo")  # on CPUs, also where there are GPUs: any machine has four ranks then
     say = print if launch.rank == 0 else lambda *_: None
 
     torch.manual_seed(0)

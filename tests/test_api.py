@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -642,3 +644,44 @@ def test_parts_are_not_called() -> None:
     *messages, text = run(1, parts_say_no)[0]
     assert all("conv (Conv2d) is a part of a parallel module" in message for message in messages)
     assert "(bn): BatchNorm2d()" in text
+
+
+def mesh_with_an_axis_of_one() -> float:
+    net, plain = pair("h2", Image)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("n", "h"))
+    net = distfx.parallelize(plain, mesh)
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return relative(net(distribute_tensor(x, mesh, [Replicate(), Shard(2)])), plain(x))
+
+
+def test_a_mesh_may_have_axes_of_one() -> None:
+    assert max(run(2, mesh_with_an_axis_of_one)) < 1e-12
+
+
+def uneven_shards() -> tuple[list[str], float]:
+    """Of a DTensor whose parts are not the plan's."""
+    net, plain = pair("h2", Image)
+    x = torch.randn(2, 3, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    given = distribute_tensor(x, net.grid.mesh, [Shard(2)])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        error = max(relative(net(given), plain(x)) for _ in range(2))
+    return [str(each.message) for each in said if "gathered" in str(each.message)], error
+
+
+def test_a_sharded_input_that_must_be_gathered_is_reported_once() -> None:
+    (first, error), (second, other) = run(2, uneven_shards)
+    assert len(first) == 1 and "net.input_slices" in first[0] and not second and max(error, other) < 1e-12
+
+
+def converted_bytes() -> tuple[int, int]:
+    net, _ = pair("h2", Image)
+    net.bfloat16()
+    with distfx.record_comm() as ledger:
+        net(torch.randn(2, 3, 8, 8).bfloat16()).sum().backward()
+    return net.plan.bytes(), ledger.bytes()
+
+
+def test_the_plan_of_a_converted_module_has_its_bytes() -> None:
+    for planned, sent in run(2, converted_bytes):
+        assert planned == sent > 0

@@ -161,6 +161,17 @@ def test_names_stay_and_outputs_come_too() -> None:
         assert have == [*want, "criterion.weight"] and children == 2
 
 
+def test_models_that_run_over_their_modules_and_copies() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+    joint = distfx.with_loss(model, nn.MSELoss())
+    x, target = torch.randn(2, 3, 4, 4), torch.randn(2, 4, 4, 4)
+    twin = copy.deepcopy(joint)
+    assert torch.equal(joint(x, target), nn.MSELoss()(model(x), target))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    assert not torch.equal(twin(x, target), joint(x, target))
+
+
 def test_with_loss_refuses_what_it_cannot_join() -> None:
     with pytest.raises(distfx.DistfxError, match="takes a torch"):
         distfx.with_loss(Segmenter(), "mse")  # type: ignore[arg-type]

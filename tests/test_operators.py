@@ -297,6 +297,10 @@ SHAPES = (
     "F.fold(F.unfold(x, 3, padding=1), x.shape[2:], 3, padding=1)",
     "x.unfold(2, 3, 2)",
     "torch.rot90(x, 1, (2, 3))",
+    "torch.diff(x, dim=2)",
+    "x.diff(n=2)",
+    "torch.complex(x, 2 * x).conj().real * x",
+    "x.flatten(1).T",
     "torch.rot90(x, 3, (1, 2))",
     "F.glu(x[:, :4], 1)",
     "x.narrow(2, 1, 3)",
@@ -489,6 +493,26 @@ def test_networks(model: type[nn.Module], grid: str) -> None:
         warnings.simplefilter("error", distfx.FallbackWarning)
         results = check(model, grid, [(3, 3, 12, 10), (2, 3, 9, 11)])
     assert not any(row.whole for row in results[0]["rows"])
+
+
+class Sequence(nn.Module):
+    """A recurrent net after a convolution: it has no rule, so it runs whole; without dropout it is not random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 6, 5, padding=2)
+        self.gru = nn.GRU(6, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.gru(self.conv(x).transpose(1, 2))[0]
+        return y
+
+
+@pytest.mark.parametrize("grid", ["w2", "c2", "n2"])
+@pytest.mark.filterwarnings("ignore::distfx.FallbackWarning")
+def test_recurrent_nets_run_whole(grid: str) -> None:
+    results = check(Sequence, grid, [(2, 3, 8)], example=True)
+    assert any(row.whole for row in results[0]["rows"])
 
 
 def test_model_is_deepcopied_not_changed() -> None:

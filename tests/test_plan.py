@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import distfx
 from distfx.errors import DistfxError
 from distfx.grid import Grid
+from distfx.ops import on_device
+from distfx.passes.capture import capture
 from distfx.plan import Plan
 from tests.exact import check, ranks_of
 from tests.ranks import run
@@ -412,3 +414,33 @@ def test_a_guessed_example_is_planned_again_for_what_comes() -> None:
     for before, after, error in run(4, planned_for_what_comes):
         assert before == ["N C H/h W"] * 5 and after == ["N C H/h W"] * 3 + ["N C H W"] * 2
         assert error < 1e-12
+
+
+def test_plans_of_every_kind_of_grid_and_of_several_inputs() -> None:
+    model = distfx.with_loss(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 5, 1)), nn.CrossEntropyLoss())
+    labels = torch.zeros(4, 8, 8, dtype=torch.int64, device="meta")
+    plans = [
+        distfx.plan(model, grid, [(4, 3, 8, 8), labels], rank=1)
+        for grid in ("n2h2", {"n": 2, "h": 2}, distfx.Grid.abstract(n=2, h=2))
+    ]
+    assert len({str(plan) for plan in plans}) == 1 and plans[0].bytes() > 0
+    with pytest.raises(distfx.DistfxError, match=r"rank=4: .* has ranks 0 to 3"):
+        distfx.plan(model, "n2h2", [(4, 3, 8, 8), labels], rank=4)
+
+
+class OnItsDevice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * torch.arange(x.shape[3], device=x.device)
+
+
+def test_constants_are_made_where_each_rank_computes() -> None:
+    """The number of a device is the rank's own: it must neither make graphs differ nor be kept."""
+    captured = capture(OnItsDevice(), (torch.randn(2, 3, 8, 8),), training=True)
+    (made,) = [node for node in captured.graph.nodes if "device" in node.kwargs]
+    assert made.kwargs["device"] == torch.device("cpu")
+    assert on_device((made.args, {"device": torch.device("cuda", 1)}))[1]["device"].index is None
+    assert on_device((made.args, made.kwargs), torch.device("cuda", 3))[1]["device"] == torch.device("cuda", 3)

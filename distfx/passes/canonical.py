@@ -90,7 +90,7 @@ def _permutation(node: Node) -> list[int]:
     """The order of dims that a transposition of any kind gives."""
     rank = len(node.meta["shape"])
     order = list(range(rank))
-    if node.target is aten.t.default:
+    if node.target in (aten.t.default, aten.numpy_T.default):
         return order[::-1]
     if node.target in (aten.movedim.int, aten.movedim.intlist):
         pairs = [([d] if isinstance(d, int) else d) for d in node.args[1:3]]
@@ -109,6 +109,7 @@ _TRANSPOSITIONS = {
     aten.swapaxes.default,
     aten.swapdims.default,
     aten.t.default,
+    aten.numpy_T.default,
     aten.mT.default,
     aten.matrix_H.default,
     aten.movedim.int,
@@ -286,11 +287,29 @@ def _piled(graph: Graph, node: Node) -> None:
         _apart(graph, node)
 
 
+def _differences(graph: Graph, node: Node) -> None:
+    """Of neighbours along a dim: the later less the earlier, as often as is said."""
+    given = arguments(node)
+    if given["prepend"] is not None or given["append"] is not None or node.meta["dtype"] is torch.bool:
+        return
+    x: Any = node.args[0]
+    dim = given["dim"] % len(x.meta["shape"])
+    for number in range(given["n"]):
+        shape = [size - 1 if i == dim else size for i, size in enumerate(x.meta["shape"])]
+        later = _call(graph, node, aten.slice.Tensor, (x, dim, 1, 2**63 - 1), shape)
+        earlier = _call(graph, node, aten.slice.Tensor, (x, dim, 0, x.meta["shape"][dim] - 1), shape)
+        if number == given["n"] - 1:
+            node.target, node.args, node.kwargs = aten.sub.Tensor, (later, earlier), {}
+        else:
+            x = _call(graph, node, aten.sub.Tensor, (later, earlier), shape)
+
+
 _REWRITES: dict[Any, Callable[[Graph, Node], None]] = {
     aten.channel_shuffle.default: _channel_shuffle,
     aten.rot90.default: _rotated,
     aten.glu.default: _glu,
     aten.narrow.default: _narrow,
+    aten.diff.default: _differences,
     aten.hstack.default: _piled,
     **dict.fromkeys(_PADS, _pad),
 }

@@ -28,7 +28,8 @@ from distfx.errors import CaptureError
 from distfx.ops import on_device
 from distfx.passes.canonical import canonical, name_after_module
 from distfx.passes.nodes import aten
-from distfx.passes.writes import functional, results_apart, same_tensor, writes
+from distfx.passes.views import put_back_writes
+from distfx.passes.writes import NO_GRAD, functional, results_apart, same_tensor, writes
 from distfx.symbolic import Size, evaluate_shape, size_of
 
 __all__ = ["Capture", "InputSpec", "Mode", "capture", "infer_inputs"]
@@ -186,6 +187,7 @@ def capture(
     module = program.module(check_guards=False)
     _inline(module)
     results_apart(module.graph)
+    put_back_writes(module.graph)
     result = _normalise(module, program, mode.training)
     for node in result.module.graph.nodes:  # the number of a GPU is each rank's own
         node.args, node.kwargs = on_device((node.args, node.kwargs))
@@ -237,8 +239,8 @@ def _inline(module: GraphModule) -> None:
         name = str(node.target)
         if "wrap_with_autocast" in name and node.args[2]:
             raise CaptureError(
-                f"the model uses torch.autocast inside of forward ({node.meta.get('stack_trace') or 'no source'}): put "
-                "it around the call of the parallel module instead"
+                f"the model uses torch.autocast inside of forward ({_source_of(module, node)}): put it around the call "
+                "of the parallel module instead"
             )
         if not any(word in name for word in ("wrap_with_set_grad_enabled", "wrap_with_autocast")):
             continue
@@ -248,8 +250,15 @@ def _inline(module: GraphModule) -> None:
         _inline(inner)
         values = dict(zip(inner.graph.find_nodes(op="placeholder"), node.args[number + 1 :], strict=True))
         with graph.inserting_before(node):
+            marks: dict[str, Any] = {}
             if "set_grad" in name and not node.args[0]:
                 values = {place: _detached(module, value) for place, value in values.items()}
+                marks = {NO_GRAD: node.name}
+                for value in values.values():
+                    if isinstance(value, Node) and value.target is aten.detach.default:
+                        value.meta |= marks
+            elif "autocast" in name:
+                marks = {"autocast": False}
             for old in inner.graph.nodes:
                 if old.op == "get_attr":
                     value = getattr(inner, str(old.target))
@@ -259,6 +268,7 @@ def _inline(module: GraphModule) -> None:
                     values[old].meta = dict(old.meta)
                 elif old.op == "call_function":
                     values[old] = graph.node_copy(old, values.__getitem__)
+                    values[old].meta |= marks
             results = [values[result] for result in inner.graph.output_node().args[0]]
         for part in list(node.users):
             part.replace_all_uses_with(results[part.args[1]])
@@ -266,6 +276,15 @@ def _inline(module: GraphModule) -> None:
         graph.erase_node(node)
         if not source.users:
             graph.erase_node(source)
+
+
+def _source_of(module: GraphModule, region: Node) -> str:
+    """The first line of the model in a region."""
+    inner = next(a for a in region.args if isinstance(a, Node) and a.op == "get_attr")
+    nodes = getattr(module, str(inner.target)).graph.nodes
+    traces = [node.meta["stack_trace"] for node in nodes if node.meta.get("stack_trace")]
+    lines = traces[0].strip().splitlines()[-2:] if traces else ["no source"]
+    return " ".join(line.strip() for line in lines)
 
 
 def _detached(module: GraphModule, value: Any) -> Any:
@@ -468,6 +487,8 @@ def _meta(node: Node, sized: Any) -> dict[str, Any]:
         "path": path,
         "source": (frames[-1][0], int(frames[-1][1]), frames[-1][3]) if frames else None,
     }
+    if "autocast" in node.meta:
+        meta["autocast"] = node.meta["autocast"]
     if isinstance(value, torch.Tensor):
         meta |= {"shape": tuple(sized(s) for s in value.shape), "dtype": value.dtype}
     elif _has_tensor(value):

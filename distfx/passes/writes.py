@@ -8,24 +8,79 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from distfx import ops
 from distfx.errors import CaptureError
 from distfx.passes.nodes import arguments, aten, describe
 
-__all__ = ["functional", "results_apart", "same_tensor", "writes"]
+__all__ = [
+    "MAYBE_COPIES",
+    "NO_GRAD",
+    "functional",
+    "functional_form",
+    "gives_view",
+    "read_elsewhere",
+    "results_apart",
+    "same_tensor",
+    "shares_memory",
+    "viewed",
+    "writes",
+]
 
 
 _WITHOUT_NAMESAKE = {aten.bernoulli_.float: aten.bernoulli.p, aten.normal_.default: aten.normal_functional.default}
 """Operators that write in place, and whose functional form has another name."""
 
 
-def _gives_view(node: Node) -> bool:
+_UNSAID = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+"""Operators that may give their argument itself, of which their schema says nothing."""
+
+
+MAYBE_COPIES = (
+    aten.reshape.default,
+    aten.reshape_as.default,
+    aten.flatten.using_ints,
+    aten.contiguous.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+)
+"""Operators that give a view where they can, else a copy."""
+
+NO_GRAD = "no_grad"
+"""In ``meta``: the region ``with torch.no_grad()`` that a node comes from."""
+
+
+def gives_view(node: Node) -> bool:
     """Whether the value of a captured call shares memory with its first argument: views, and parts of a split."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
-        return isinstance(node.args[0], Node) and _gives_view(node.args[0])
+        return isinstance(node.args[0], Node) and gives_view(node.args[0])
+    if node.target is ops.straight:
+        return True
+    if node.target in _UNSAID and isinstance(node.args[0], Node):
+        return not arguments(node)["train"] or not arguments(node)["p"]
+    if node.target is aten.einsum.default:
+        return shares_memory(node)
     returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
-    return any(value.alias_info is not None for value in returns)
+    if not any(value.alias_info is not None for value in returns):
+        return False
+    return node.target not in MAYBE_COPIES or NO_GRAD in node.meta or shares_memory(node)
+
+
+def shares_memory(node: Node) -> bool:
+    """Whether a value and what it was made of were one in the example. Not known across the border of a region."""
+    value, source = node.meta.get("val"), viewed(node).meta.get("val")
+    both = isinstance(value, torch.Tensor) and isinstance(source, torch.Tensor)
+    return both and bool(torch._C._is_alias_of(value, source))  # type: ignore[attr-defined]
+
+
+def viewed(node: Node) -> Any:
+    """What a view is a view of."""
+    if node.target is aten.einsum.default:
+        return node.args[1][0]  # type: ignore[index]
+    return node.args[1] if node.target is ops.straight else node.args[0]
 
 
 def writes(node: Node) -> bool:
@@ -41,22 +96,22 @@ def same_tensor(node: Any) -> list[Node]:
     return same
 
 
-def _seen_elsewhere(write: Node) -> bool:
+def read_elsewhere(write: Node) -> bool:
     """Whether memory that ``write`` changes is read later through another view of it."""
     nodes = list(write.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     root: Any = write.args[0]
     parts: dict[Node, Any] = {}  # the splits on the way, and the part that was taken
-    while _gives_view(root):
+    while gives_view(root):
         if root.target is operator.getitem:
             parts[root.args[0]] = root.args[1]
-        root = root.args[0]
+        root = viewed(root)
     own = set(same_tensor(write.args[0]))
     aliases, found = {root}, [root]
     while found:
         for user in found.pop().users:
             disjoint = user.target is operator.getitem and parts.get(user.args[0], user.args[1]) != user.args[1]
-            if user not in aliases and place[user] < place[write] and _gives_view(user) and not disjoint:
+            if user not in aliases and place[user] < place[write] and gives_view(user) and not disjoint:
                 aliases.add(user)
                 found.append(user)
     splits = {node for node in aliases if node in parts}
@@ -85,6 +140,17 @@ def results_apart(graph: Graph) -> None:
         copy.meta = dict(node.meta)
 
 
+def functional_form(node: Node) -> Any:
+    """The operator that gives what this one writes; ``None`` if there is none."""
+    target: Any = node.target
+    if target is aten.copy_.default:
+        return aten.clone.default  # of what is copied
+    name = target._schema.name.split("::")[1]
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
+    namesake = getattr(packet, target._overloadname, None) if packet is not None else None
+    return _WITHOUT_NAMESAKE.get(target, namesake)
+
+
 def functional(node: Node, old: Node) -> Node | None:
     """The node without side effects. ``None`` for a write into a buffer, which stays."""
     target = node.target
@@ -94,8 +160,8 @@ def functional(node: Node, old: Node) -> Node | None:
         return node
     name = target._schema.name.split("::")[1]
     root = old.args[0] if old.args else None
-    while isinstance(root, Node) and _gives_view(root):
-        root = root.args[0]
+    while isinstance(root, Node) and gives_view(root):
+        root = viewed(root)
     if isinstance(root, Node) and root.op == "get_attr":
         if root not in same_tensor(old.args[0]):
             raise CaptureError(
@@ -103,16 +169,17 @@ def functional(node: Node, old: Node) -> Node | None:
                 "Write the whole buffer (self.buffer.copy_(...))."
             )
         return None
-    packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
-    overload = getattr(packet, target._overloadname, None) if packet is not None else None
+    overload = functional_form(node)
     if target in _WITHOUT_NAMESAKE:  # the two have the same arguments, but not the same defaults
-        overload, given = _WITHOUT_NAMESAKE[target], arguments(node)
+        given = arguments(node)
         node.args = tuple(given[a.name] for a in target._schema.arguments if not a.kwarg_only)
-    if overload is None or _seen_elsewhere(old):
+    if overload is None or read_elsewhere(old):
         raise CaptureError(
             f"{describe(node)}: {target} writes in place into a tensor that is read elsewhere, which distfx cannot "
             "follow. Write it out of place (y = f(x) instead of f_(x))."
         )
+    if target is aten.copy_.default:
+        node.args, node.kwargs = (node.args[1],), {}
     node.target = overload
     node._rename(name[:-1])
     return node

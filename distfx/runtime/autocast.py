@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["lowered", "lowered_dtype"]
+__all__ = ["InFull", "lowered", "lowered_dtype"]
+
+
+class InFull:
+    """A call that the model makes ``with torch.autocast(enabled=False)``, whatever the caller of the model does."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.target = target
+        self.__name__ = getattr(target, "__name__", str(target))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return self.target(*args, **kwargs)
 
 
 def lowered_dtype(x: Tensor) -> torch.dtype:

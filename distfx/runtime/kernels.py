@@ -65,7 +65,24 @@ class Zero:
 
 def add_bias(x: Tensor, bias: Tensor, *, dim: int) -> Tensor:
     """``x`` plus ``bias`` along ``dim``."""
+    bias = bias.to(x.dtype)  # which autocast may have lowered
     return x + bias.view(-1, *(1,) * (x.dim() - 2)) if dim == 1 else x + bias
+
+
+class _Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, old: Tensor, new: Tensor) -> Tensor:
+        return new.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def straight(old: Tensor, new: Tensor) -> Tensor:
+    """The values of ``new`` with the gradient of ``old``, which was written under ``no_grad``."""
+    result: Tensor = _Straight.apply(old, new)
+    return result
 
 
 def add_blocks(*blocks: Tensor) -> Tensor:
@@ -327,6 +344,7 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "conv_transpose": conv_transpose,
     "avg_pool": avg_pool,
     "add_blocks": add_blocks,
+    "straight": straight,
     "pick_class": pick_class,
     "class_weights": class_weights,
     "causal_attention": causal_attention,

@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from distfx import ledger, ops
 from distfx.grid import Grid, Segment
 from distfx.moves import BoundMove, Half
+from distfx.runtime.autocast import InFull
 from distfx.runtime.failure import During
 from distfx.runtime.functions import RunMove
 from distfx.runtime.halo_conv import HaloConvolution
@@ -79,6 +80,8 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
         if node.op == "call_function":
             node.args, node.kwargs = ops.on_device((node.args, node.kwargs), grid.device)
             _link_call(node, grid, gradients)
+            if node.meta.get("autocast") is False and node.target is not operator.getitem:
+                node.target = InFull(node.target)
         for operand in [n for n in node.all_input_nodes if n.op == "get_attr"]:
             name = str(operand.target)
             with graph.inserting_before(node):

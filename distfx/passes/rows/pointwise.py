@@ -30,6 +30,13 @@ _ALSO_POINTWISE = {
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.full_like.default,
+    aten.empty_like.default,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
+    aten.complex.default,
+    aten.polar.default,
+    aten.real.default,
+    aten._conj.default,
     aten.lift_fresh_copy.default,
     *ELEMENTWISE,
 }
@@ -48,7 +55,7 @@ def draws(node: Node) -> bool:
     if not is_random(target):
         return False
     given = arguments(node)
-    chance = next((given[key] for key in ("dropout_p", "p") if isinstance(given.get(key), int | float)), 1)
+    chance = next((given[key] for key in ("dropout_p", "dropout", "p") if isinstance(given.get(key), int | float)), 1)
     return bool(chance) and given.get("training", given.get("train", True)) is not False
 
 
@@ -154,6 +161,7 @@ DROPOUT = Row("dropout", "... -> ...", _local_dropout, build=_dropout_spec, cost
 
 ROWS: dict[Any, Row] = {
     ops.add_bias: BIAS,
+    ops.straight: POINTWISE,
     ops.pick_class: PICK,
     ops.class_weights: CLASS_WEIGHTS,
     aten.prelu.default: PRELU,

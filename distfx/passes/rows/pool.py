@@ -188,7 +188,8 @@ def _adaptive(node: Node) -> Row:
 
 
 WITH_INDICES = Choice(_with_indices, (MAX_POOL, MAX_INDEX))
-ADAPTIVE_POOLS = Choice(_adaptive, (GLOBAL_AVG, GLOBAL_MAX, ADAPTIVE))
+ADAPTIVE_AVG = Choice(_adaptive, (GLOBAL_AVG, ADAPTIVE))
+ADAPTIVE_MAX = Choice(_adaptive, (GLOBAL_MAX, ADAPTIVE))
 
 
 # ----------------------------------------------------------------------------------------- space stays whole
@@ -218,12 +219,12 @@ ROWS: dict[Any, Row | Choice] = {
     aten.avg_pool1d.default: AVG_POOL,
     aten.avg_pool2d.default: AVG_POOL,
     aten.avg_pool3d.default: AVG_POOL,
-    aten.adaptive_avg_pool1d.default: ADAPTIVE_POOLS,
-    aten.adaptive_avg_pool2d.default: ADAPTIVE_POOLS,
-    aten.adaptive_avg_pool3d.default: ADAPTIVE_POOLS,
-    aten.adaptive_max_pool1d.default: ADAPTIVE_POOLS,
-    aten.adaptive_max_pool2d.default: ADAPTIVE_POOLS,
-    aten.adaptive_max_pool3d.default: ADAPTIVE_POOLS,
+    aten.adaptive_avg_pool1d.default: ADAPTIVE_AVG,
+    aten.adaptive_avg_pool2d.default: ADAPTIVE_AVG,
+    aten.adaptive_avg_pool3d.default: ADAPTIVE_AVG,
+    aten.adaptive_max_pool1d.default: ADAPTIVE_MAX,
+    aten.adaptive_max_pool2d.default: ADAPTIVE_MAX,
+    aten.adaptive_max_pool3d.default: ADAPTIVE_MAX,
     aten.max_unpool2d.default: UNPOOL,
     aten.max_unpool3d.default: UNPOOL,
     aten.fractional_max_pool2d.default: FRACTIONAL,

@@ -1,0 +1,169 @@
+"""Models that write into parts of tensors: boundary conditions, stencils, wavelets, straight-through estimators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import distfx
+from tests.exact import check, relative
+from tests.models import on
+from tests.ranks import run
+
+
+def boundary(x: Tensor) -> Tensor:
+    """Zero at the walls."""
+    y = x.clone()
+    y[:, :, 0] = 0
+    y[:, :, -1] = 0
+    y[..., 0] = 1.5
+    y[..., -1:] = y[..., -2:-1]
+    return y
+
+
+def stencil(x: Tensor) -> Tensor:
+    result = torch.zeros_like(x)
+    result[:, :, 1:-1, 1:-1] = x[:, :, 2:, 1:-1] + x[:, :, :-2, 1:-1] - 2 * x[:, :, 1:-1, 1:-1]
+    return result + x
+
+
+def differences(x: Tensor) -> Tensor:
+    result = torch.zeros_like(x)
+    result[..., 1:, :] = x[..., 1:, :] - x[..., :-1, :]
+    result[:, 1:3] *= 2
+    return result
+
+
+def channels(x: Tensor) -> Tensor:
+    n, _, h, w = x.shape
+    result = torch.zeros(n, 4, h, w, dtype=x.dtype)
+    for i in range(4):
+        result[:, i] = x[:, i] * (i + 1)
+    return result
+
+
+def wavelet(x: Tensor) -> Tensor:
+    """Even and odd rows from two halves."""
+    result = torch.empty_like(x)
+    result[:, :, ::2] = x[:, :, ::2] + x[:, :, 1::2]
+    result[:, :, 1::2] = x[:, :, ::2] - x[:, :, 1::2]
+    return result
+
+
+def through_views(x: Tensor) -> Tensor:
+    """Written through one view, read through others."""
+    y = x * 1
+    tokens = y.flatten(2)
+    rows = y.permute(0, 2, 3, 1)
+    tokens.transpose(1, 2).mul_(2)
+    rows[:, 1:3] += 1
+    return y + tokens.view_as(y) + rows.permute(0, 3, 1, 2)
+
+
+def copies(x: Tensor) -> Tensor:
+    """Copies of other shapes and dtypes; what was copied is not written afterwards."""
+    y, z = x * 1, x * 2
+    y.copy_(z[:, :1])
+    y += 1
+    y[:, :, 2:4].copy_((4 * z).long()[:, :, :1])
+    return y + z
+
+
+def dropped(x: Tensor) -> Tensor:
+    """Without training dropout gives its argument itself."""
+    y = x * 1
+    z = F.dropout(y, 0.5, training=False)
+    z += 1
+    return z * 3 + y
+
+
+def straight_through(x: Tensor) -> Tensor:
+    """The values change, the gradient does not know."""
+    y = x * 2
+    with torch.no_grad():
+        y.clamp_(-0.2, 0.2)
+        scale = y.abs().amax()
+    return y * scale + x
+
+
+def normalised(x: Tensor) -> Tensor:
+    y = x * 2
+    with torch.no_grad():
+        y.div_(y.std())
+        y[:, :, 0] = 0
+    return y
+
+
+WRITES: list[Callable[[Tensor], Tensor]] = [
+    boundary,
+    stencil,
+    differences,
+    channels,
+    wavelet,
+    through_views,
+    copies,
+    dropped,
+    straight_through,
+    normalised,
+]
+
+
+class Writes(nn.Module):
+    """A convolution, the writes, a convolution."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.last = nn.Conv2d(4, 4, 3, padding=1)
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(globals()[self.name](self.first(x)))
+
+
+@pytest.mark.parametrize("name", [write.__name__ for write in WRITES])
+@on("h2", "c2", "n2", "h2w2")
+def test_writes(world: int, grid: str, name: str) -> None:
+    results = check(Writes, grid, [(2, 3, 10, 12), (2, 3, 8, 6)], kwargs={"name": name})
+    assert not [row.op for row in results[0]["rows"] if row.whole]
+    assert not results[0]["idle"], "a gradient was lost"
+
+
+class InFull(nn.Module):
+    """Guards its last layer from its caller's autocast, as people guard losses and norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.last = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.last(y.float())
+
+
+def guarded(grid: str) -> tuple[torch.dtype, float]:
+    torch.manual_seed(0)
+    model: Any = InFull()
+    net = distfx.parallelize(model, grid)
+    x = torch.randn(2, 3, 8, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, want = net(x), model(x)
+        inner = model.first(x)
+    exact = nn.functional.conv2d(inner.float(), model.last.weight, model.last.bias, padding=1)
+    assert torch.equal(want, exact)
+    y.sum().backward()
+    return y.dtype, relative(y, want)
+
+
+@on("h2", "c2", "n2")
+def test_autocast_is_off_where_the_model_says_so(world: int, grid: str) -> None:
+    """Then only the first layer, in bfloat16, may differ: by the order of its sums."""
+    for dtype, error in run(world, guarded, grid):
+        assert dtype == torch.float32 and error < 3e-3
