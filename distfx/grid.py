@@ -107,6 +107,8 @@ class Grid:
         self._axes = axes
         self._rank = rank
         self._device_type = device_type
+        self._given: DeviceMesh | None = None
+        """The user's own mesh, if it has axes of size one: others have another for the same axes."""
 
     def _check_world(self, world: int) -> None:
         if self.size != world:
@@ -184,7 +186,10 @@ class Grid:
         grid = cls._make(dict(zip(names, mesh.mesh.shape, strict=True)), launch.rank, mesh.device_type)
         grid._check_world(launch.world)
         _remember()
-        _meshes[grid._key()] = mesh
+        if min(mesh.mesh.shape) == 1:
+            grid._given = mesh
+        else:
+            _meshes[grid._key()] = mesh
         return grid
 
     def factor(self, first: int) -> Grid:
@@ -282,6 +287,8 @@ class Grid:
         """The ``DeviceMesh`` of the axes larger than one; made once for each shape."""
         if self.is_abstract:
             raise DistfxError(f"{self} is abstract: it has no processes and no mesh")
+        if self._given is not None:
+            return self._given
         _remember()
         key = self._key()
         if key not in _meshes:

@@ -368,6 +368,8 @@ def said_of_itself(kind: type[BaseException], *args: Any) -> list[str]:
     """What the ranks hear of rank 1 that ends by such an error."""
     if dist.get_rank() == 1:
         failure.announce(kind(*args))
+        failure.leave()
+        failure._ended = False
     dist.barrier()
     store = failure._store()
     heard = [text for _, text in failure._heard(store, [1]).values()]
@@ -378,7 +380,7 @@ def said_of_itself(kind: type[BaseException], *args: Any) -> list[str]:
 
 
 def test_who_is_ended_from_outside_is_not_the_cause() -> None:
-    """A stopped rank that a survivor has woken, to end it, must not look like the one that failed."""
+    """A stopped rank that a survivor has woken, to end it, must not look like the one that failed, or left."""
     assert run(2, said_of_itself, SignalException, "got signal: 15", signal.SIGTERM) == [[], []]
     assert run(2, said_of_itself, ValueError, "sample 17") == [["ValueError: sample 17"]] * 2
 

@@ -4,7 +4,7 @@ in: an exported graph.   out: the same without such writes: ``y[:, 0] = 0`` beco
 and what stays, from which everything that reads ``y``, or another view of it, is made anew. Other writes are left to
 :mod:`distfx.passes.writes`.
 
-A tensor that is written under ``no_grad`` has new values and its old gradient.
+A tensor that is written under ``no_grad``, or by way of ``detach``, has new values and its old gradient.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _whole(graph: Graph, write: Node, view: Node, parent: Node, new: Node) -> No
         return known if isinstance(known, int) else call(aten.sym_size.int, tensor, dim)
 
     if target is aten.detach.default:
-        return call(ops.straight, parent, new) if _region(view) is not None else new
+        return call(ops.straight, parent, new)
     if writes(view) or target in _SAME or target is ops.straight:
         return new
     if target in MAYBE_COPIES and not shares_memory(view):

@@ -49,6 +49,7 @@ KEY = "distfx/trouble/"
 PROCESS = "distfx/process/"
 
 _broken = False
+_ended = False  # from outside, by a signal
 
 
 def broken() -> bool:
@@ -104,9 +105,11 @@ def explain(error: BaseException) -> None:
 
 
 def announce(error: BaseException) -> None:
-    """Tell the other ranks that this one ends by ``error``."""
-    if _told(error) or _of_transport(error) or isinstance(error, SignalException):
-        return  # who is ended from outside is not the cause
+    """Tell the other ranks that this one ends by ``error``; not if it is ended from outside: that is not the cause."""
+    global _ended
+    _ended = _ended or isinstance(error, SignalException)
+    if _ended or _told(error) or _of_transport(error):
+        return
     with contextlib.suppress(Exception):
         text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         _within(ANSWER, lambda: _tell(_store(), "failed", text[:2000]))
@@ -140,7 +143,7 @@ def leave() -> None:
     """Tell the other ranks, at the end of the program, that this one will not come any more."""
     with contextlib.suppress(Exception):
         store = _store()
-        if not _broken and not store.check([_key(dist.get_rank())]):
+        if not _broken and not _ended and not store.check([_key(dist.get_rank())]):
             _tell(store, "left", "has ended")
 
 
@@ -168,8 +171,9 @@ def _report(where: str, members: Sequence[int], error: BaseException) -> str:
     with _until_told() as told:
         asked = range(world) if world <= MANY else members
         try:
+            found = _states(asked)  # before another rank wakes and ends those that are stopped
             known = _ask(me, where, members, asked, told)
-            peers = _blame(me, members, known)
+            peers = _blame(me, members, known, found)
         except Exception:
             known = {}
             peers = "the store where the ranks met does not answer: rank 0, or the launcher that keeps it, is gone"
@@ -202,12 +206,17 @@ def _ask(
         told.wait(0.05)
 
 
-def _blame(me: int, members: Sequence[int], known: dict[int, tuple[str, str]]) -> str:
-    """In one sentence each: the ranks that failed by themselves, those that are silent, those that wait as well."""
+def _blame(
+    me: int, members: Sequence[int], known: dict[int, tuple[str, str]], found: dict[int, str] | None = None
+) -> str:
+    """In one sentence each: the ranks that failed by themselves, those that are silent, those that wait as well.
+
+    ``found``: how processes were when the trouble began.
+    """
     said = [f"rank {rank} failed: {text}" for rank, (kind, text) in known.items() if kind == "failed"]
     said += [f"rank {rank} {text}" for rank, (kind, text) in known.items() if kind == "left"]
     silent = [rank for rank in members if rank not in known]
-    states = _states(silent)
+    states = _states(silent) | {rank: state for rank, state in (found or {}).items() if rank in silent}
     for state in dict.fromkeys(states.values()):
         said.append(f"no word from {_ranks([rank for rank in silent if states.get(rank) == state])}: {state}")
     if rest := [rank for rank in silent if rank not in states]:
