@@ -52,6 +52,8 @@ from distfx.runtime.parameters import Bucket
 
 __all__ = ["Engine", "Runnable"]
 
+MANY_GRAPHS = 16
+"""More graphs of a mode than a model has that branches on sizes."""
 KEPT = 256
 """So many bound graphs are kept; the oldest goes first."""
 
@@ -204,11 +206,24 @@ class Engine:
         if compiled is not None:
             agree(self.grid.size, "models", self._fingerprint(compiled))
             self.agreed[mode] += 1
-            text = _fallback_text(compiled) if compiled.decisions.whole else ""
-            if text and text not in self.warned and self.grid.rank == 0:
-                warnings.warn(text, FallbackWarning, stacklevel=6)
-            self.warned.add(text)
+            if compiled.decisions.whole:
+                self._warn(_fallback_text(compiled), FallbackWarning)
+            if compiled.capture.checkpointed:
+                self._warn(
+                    "torch.utils.checkpoint inside of the model is not followed: backward computes nothing again"
+                )
+            if len(self.compiled[mode]) > MANY_GRAPHS:
+                self._warn(
+                    f"{type(self.model).__name__} has more than {MANY_GRAPHS} graphs: each value of an argument that "
+                    "is no tensor has one of its own, and takes time to make. Give numbers that change as tensors."
+                )
         return compiled
+
+    def _warn(self, text: str, kind: type[Warning] = UserWarning) -> None:
+        """Once, on rank 0."""
+        if text not in self.warned and self.grid.rank == 0:
+            warnings.warn(text, kind, stacklevel=7)
+        self.warned.add(text)
 
     def _capture(
         self, mode: Mode, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, follow: bool
@@ -459,16 +474,12 @@ class Engine:
 
     def _warn_of_gather(self, compiled: Compiled, name: str, tensor: Tensor, own: bool) -> None:
         """An input that does not fit a rank must not become whole there without a word."""
-        sharded = isinstance(tensor, DTensor) and any(placed.is_shard() for placed in tensor.placements)
-        if own or not sharded or self.grid.rank != 0 or name in self.warned:
+        if own or not isinstance(tensor, DTensor) or not any(placed.is_shard() for placed in tensor.placements):
             return
-        self.warned.add(name)
-        layout = self.input_layout(compiled, name)
-        warnings.warn(
-            f"the input {name}, a DTensor {tuple(tensor.shape)} split by {tensor.placements} over "  # type: ignore[attr-defined]
-            f"{tensor.device_mesh}, is gathered on every rank: the plan has it as {layout}, whose parts are "  # type: ignore[attr-defined]
-            "net.input_slices(...) (DTensor.from_local with these, on net.grid.mesh, is taken as it is)",
-            stacklevel=2,
+        self._warn(
+            f"the input {name}, a DTensor {tuple(tensor.shape)} split by {tensor.placements} on {tensor.device_mesh}, "
+            f"is gathered on every rank: the plan has it as {self.input_layout(compiled, name)}, whose parts are "
+            "net.input_slices(...) (DTensor.from_local with these, on net.grid.mesh, is taken as it is)"
         )
 
     def _is_local(self, compiled: Compiled, name: str, tensor: Tensor) -> bool:

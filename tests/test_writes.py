@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import distfx
+from distfx import engine
 from tests.exact import check, relative
 from tests.models import on
 from tests.ranks import run
@@ -175,3 +178,50 @@ def test_autocast_is_off_where_the_model_says_so(world: int, grid: str) -> None:
     """Then only the first layer, in bfloat16, may differ: by the order of its sums."""
     for dtype, error in run(world, guarded, grid):
         assert dtype == torch.float32 and error < 3e-3
+
+
+class Checkpointed(nn.Module):
+    """Computes its first layer again in backward: one kind of checkpoint runs it under ``no_grad``."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.last = nn.Conv2d(4, 4, 3, padding=1)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Any = checkpoint(lambda t: self.first(t).relu(), x, use_reentrant=self.reentrant)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore")
+@on("h2", "c2")
+def test_checkpoints_have_their_gradients(world: int, grid: str, reentrant: bool) -> None:
+    results = check(Checkpointed, grid, [(2, 3, 8, 8)], kwargs={"reentrant": reentrant})
+    assert not results[0]["idle"], "a gradient was lost"
+
+
+def what_is_said() -> list[str]:
+    net = distfx.parallelize(Checkpointed(False), "h1")
+    x = torch.randn(2, 3, 8, 8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        net.eval()
+        net(x)
+        parallel = distfx.parallelize(Scaled(), "h1", example_inputs=(x, 0.0))
+        for number in range(engine.MANY_GRAPHS + 2):
+            parallel(x, float(number))
+        distfx.parallelize(Checkpointed(False), "h1")
+    return [str(each.message) for each in said]
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return F.avg_pool2d(x, 2) * factor
+
+
+def test_what_is_not_followed_is_said_once() -> None:
+    (said,) = run(1, what_is_said)
+    assert len([text for text in said if "checkpoint" in text]) == 1
+    assert len([text for text in said if "Give numbers that change as tensors" in text]) == 1

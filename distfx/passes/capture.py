@@ -12,10 +12,11 @@ import inspect
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import sympy
 import torch
@@ -23,6 +24,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
+from torch.utils import checkpoint
 
 from distfx.errors import CaptureError
 from distfx.ops import on_device
@@ -59,6 +61,8 @@ class Capture:
     mutated: frozenset[str]
     constants: tuple[str, ...] = ()
     """The arguments that are not tensors, which the graph has fixed."""
+    checkpointed: bool = False
+    """Whether parts of the model ask to be computed again in backward, which the graph does not do."""
 
     @property
     def graph(self) -> Graph:
@@ -162,6 +166,26 @@ def without_modes() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _through_checkpoints() -> Iterator[list[str]]:
+    """Calls of ``torch.utils.checkpoint`` become what they compute: one kind of them hides it under ``no_grad``."""
+    found: list[str] = []
+
+    def reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        found.append(str(function))
+        return function(*args)
+
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        found.append(str(function))
+        yield
+
+    with (
+        patch.object(checkpoint.CheckpointFunction, "apply", reentrant),
+        patch.object(checkpoint, "_checkpoint_without_reentrant_generator", generator),
+    ):
+        yield found
+
+
 def capture(
     model: nn.Module,
     args: Sequence[Any],
@@ -182,7 +206,7 @@ def capture(
     examples = tuple(pytree.tree_map(lambda v: _enlarged(v, batch), tuple(args)))
     keywords = dict(pytree.tree_map(lambda v: _enlarged(v, batch), dict(kwargs or {})))
 
-    with mode.on(model), _silence(), without_modes():
+    with mode.on(model), _silence(), without_modes(), _through_checkpoints() as checkpoints:
         program = _export(model, examples, keywords, guess)
     module = program.module(check_guards=False)
     _inline(module)
@@ -192,6 +216,7 @@ def capture(
     for node in result.module.graph.nodes:  # the number of a GPU is each rank's own
         node.args, node.kwargs = on_device((node.args, node.kwargs))
     result.constants = constants_of((examples, keywords))
+    result.checkpointed = bool(checkpoints)
     result.module.graph.lint()
     return result
 
