@@ -352,7 +352,7 @@ KEPT = [
 def test_mpiexec_that_lets_the_survivors_speak(when: str, how: str) -> None:
     """With `-disable-auto-cleanup` it does not: the survivors say what they miss, and then end the job.
 
-    One time in ten or so mpiexec ends them at once all the same, without a word.
+    In some runs mpiexec ends them at once all the same, without a word.
     """
     for _ in range(3):
         error = by_launcher(mpiexec, when, how, "-disable-auto-cleanup")
