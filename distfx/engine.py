@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.fx import Node
+from torch.distributed.tensor import DTensor, Shard
+from torch.fx import Graph, Node
 
 from distfx import ops
 from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError
@@ -55,7 +55,7 @@ __all__ = ["Engine", "Runnable"]
 MANY_GRAPHS = 16
 """More graphs of a mode than a model has that branches on sizes."""
 KEPT = 256
-"""So many bound graphs are kept; the oldest goes first."""
+"""So many bound graphs are kept; the one that was not used for longest goes first."""
 
 SLOW = 30.0
 """Seconds after which a user is told what is being done."""
@@ -436,7 +436,7 @@ class Engine:
     ) -> Runnable:
         bound = bind(compiled.module, values, self.grid, local)
         changed = _converted(compiled, parameters)
-        for node in bound.module.graph.nodes:
+        for node in bound.module.graph.nodes if changed and not _names_dtypes(bound.module.graph) else ():
             if node.meta.get("dtype") in changed:
                 node.meta["dtype"] = changed[node.meta["dtype"]]
         trained = {name: tensor.requires_grad for name, tensor in parameters.items()}
@@ -491,7 +491,7 @@ class Engine:
         if tuple(tensor.to_local().shape) != tuple(local):
             return False
         names = tensor.device_mesh.mesh_dim_names or ()
-        placed = {axis: p.dim if p.is_shard() else None for axis, p in zip(names, tensor.placements, strict=True)}  # type: ignore[attr-defined]
+        placed = {a: p.dim if isinstance(p, Shard) else None for a, p in zip(names, tensor.placements, strict=True)}
         return all(dim == layout.dim_of(axis) for axis, dim in placed.items() if axis in self.grid.axes)
 
 
@@ -515,6 +515,12 @@ def _converted(compiled: Compiled, parameters: Mapping[str, Tensor]) -> dict[tor
         if now != node.meta["dtype"] and now.is_floating_point:
             changed[node.meta["dtype"]] = now
     return changed
+
+
+def _names_dtypes(graph: Graph) -> bool:
+    """Whether a call says in which dtype it is: what follows from it is not converted with the parameters."""
+    leaves = (pytree.tree_leaves((node.args, node.kwargs)) for node in graph.nodes)
+    return any(isinstance(leaf, torch.dtype) for each in leaves for leaf in each)
 
 
 def _retyped(compiled: Compiled, parameters: Mapping[str, Tensor]) -> list[InputSpec]:

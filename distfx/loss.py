@@ -44,7 +44,8 @@ def with_loss(model: nn.Module, criterion: Callable[..., Tensor], *, outputs: bo
             y = kind.forward(self, *args[:-1], **kwargs)
         finally:
             self._modules = both
-        loss = (both.get("criterion") or criterion)(y, args[-1])
+        last: Any = both.get("criterion", criterion)
+        loss = last(y, args[-1])
         return (loss, y) if outputs else loss
 
     joint = copy.copy(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import distfx
+from distfx import grid as grids
 from distfx.errors import DistfxError
 from distfx.grid import AXES, Grid
+from distfx.runtime.agree import agree, host_group
 from tests.ranks import run, run_raises
 
 # -- without processes
@@ -351,3 +354,27 @@ def test_one_rank() -> None:
 
 def test_axes_are_named() -> None:
     assert AXES == ("n", "c", "d", "h", "w")
+
+
+def after_another_group() -> tuple[bool, bool]:
+    """Whether meshes of a process group that is gone are made anew, and kept then."""
+    grid = Grid(h=2)
+    before = grid.mesh
+    with patch.object(grids, "_world", object()):  # as if another had been there until now
+        after = grid.mesh
+        return after is not before, grid.mesh is after
+
+
+def test_caches_follow_the_process_group() -> None:
+    assert run(2, after_another_group) == [(True, True)] * 2
+
+
+def group_for_gpus_alone() -> tuple[str, bool]:
+    with patch.object(dist, "get_backend_config", lambda group=None: "cuda:nccl"):
+        agree(2, "things", "the same")
+        group = host_group()
+        return dist.get_backend(group), group is host_group() and group is not dist.group.WORLD
+
+
+def test_what_ranks_compare_has_a_group_for_the_host() -> None:
+    assert run(2, group_for_gpus_alone) == [("gloo", True)] * 2

@@ -95,6 +95,24 @@ def straight_through(x: Tensor) -> Tensor:
     return y * scale + x
 
 
+def twice_without_gradient(x: Tensor) -> Tensor:
+    y = x * 2
+    with torch.no_grad():
+        y.clamp_(-0.2, 0.2)
+        y.mul_(3)
+        y += 1
+    return y * x
+
+
+def up_to_a_size(x: Tensor) -> Tensor:
+    """Into a larger tensor, and up to ends that are sizes."""
+    n, c, h, w = x.shape
+    y = x.new_zeros(n, c, h + 2, w)
+    y[:, :, :h, :w] = x
+    y[:, :, 1 : h + 1] += x
+    return y[:, :, :h]
+
+
 def by_way_of_detach(x: Tensor) -> Tensor:
     y = x * 2
     z = y.detach()
@@ -120,6 +138,8 @@ WRITES: list[Callable[[Tensor], Tensor]] = [
     copies,
     dropped,
     straight_through,
+    twice_without_gradient,
+    up_to_a_size,
     by_way_of_detach,
     normalised,
 ]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from distfx import ops
@@ -22,6 +23,7 @@ from distfx.passes.nodes import arguments, aten
 from distfx.passes.writes import (
     MAYBE_COPIES,
     NO_GRAD,
+    UNSAID,
     functional_form,
     gives_view,
     read_elsewhere,
@@ -47,7 +49,8 @@ _RESHAPED = (
     aten.reshape_as.default,
 )
 _TURNED = (aten.transpose.int, aten.t.default, aten.swapaxes.default, aten.swapdims.default, aten.mT.default)
-_SAME = (aten.alias.default, aten.contiguous.default, aten.dropout.default, aten.feature_dropout.default)
+_SAME = (aten.alias.default, aten.contiguous.default, *UNSAID)
+_ORIGIN = "origin"
 
 
 def put_back_writes(graph: Graph) -> None:
@@ -56,7 +59,7 @@ def put_back_writes(graph: Graph) -> None:
         written = node.op == "call_function" and writes(node) and isinstance(node.args[0], Node)
         if node.target is aten.copy_.default:
             _fit(graph, node)
-        if written and (_under_no_grad(node) or read_elsewhere(node)):
+        if written and (_origin(node) is not None or read_elsewhere(node)):
             _put_back(graph, node)
 
 
@@ -73,13 +76,18 @@ def _fit(graph: Graph, copy: Node) -> None:
                 for dim, size in enumerate(place.shape)
             ]
             source = _call(graph, copy, aten.expand.default, (source, shape))
-    copy.replace_input_with(copy.args[1], source)  # type: ignore[arg-type]
+    copy.args = (copy.args[0], source, *copy.args[2:])
 
 
-def _under_no_grad(write: Node) -> bool:
-    """Whether a tensor is written without its gradient, and is used with it later."""
+def _origin(write: Node) -> Node | None:
+    """The tensor with a gradient that a write under ``no_grad`` goes into, which has it again outside of the region."""
     target: Any = write.args[0]
-    return _region(write) is not None and target.target is aten.detach.default and _region(target) is not None
+    if _region(write) is None:
+        return None
+    if target.target is aten.detach.default and _region(target) is not None:
+        origin: Node = target.args[0]
+        return origin
+    return target.meta.get(_ORIGIN)  # it was written before
 
 
 def _region(node: Node) -> Any:
@@ -116,14 +124,17 @@ def _put_back(graph: Graph, write: Node) -> None:
                     if user not in new:
                         new[user] = new[whole] if writes(user) else _again(graph, write, user, whole, new[whole])
                     found.append(user)
-    outside = new[path[1]] if _under_no_grad(write) else inner
+        outside, origin = inner, _origin(write)
+        if origin is not None:
+            inner.meta[_ORIGIN] = origin
+            outside = new[origin] if origin in new else _call(graph, write, ops.straight, (origin, inner))
     for user in list(write.users):
         user.replace_input_with(write, inner if _region(user) == _region(write) else outside)
     for old, value in new.items():
         for user in [user for user in old.users if user in late]:
             user.replace_input_with(old, value)
     graph.erase_node(write)
-    for value in dict.fromkeys(new.values()):
+    for value in dict.fromkeys((*new.values(), outside)):
         _erase(graph, value)
 
 
@@ -172,6 +183,8 @@ def _whole(graph: Graph, write: Node, view: Node, parent: Node, new: Node) -> No
         given = arguments(view)
         dim, index = given["dim"] % rank, given["index"]
         piece = call(aten.unsqueeze.default, new, dim)
+        if not isinstance(index, int):
+            return None
         return _cut_in(call, parent, piece, dim, index, _END if index == -1 else index + 1)
     if target is aten.slice.Tensor:
         given = arguments(view)
@@ -185,12 +198,9 @@ def _whole(graph: Graph, write: Node, view: Node, parent: Node, new: Node) -> No
 
 def _cut_in(call: Any, whole: Node, piece: Node, dim: int, start: Any, end: Any) -> Node:
     """``whole`` with ``[start, end)`` of ``dim`` replaced by ``piece``."""
-    size = whole.meta["val"].shape[dim]
-    parts = [piece]
-    if not (isinstance(start, int) and (start == 0 or -start == size)):
-        parts.insert(0, call(aten.slice.Tensor, whole, dim, 0, start))
-    if not (isinstance(end, int) and (end == _END or (isinstance(size, int) and end >= size))):
-        parts.append(call(aten.slice.Tensor, whole, dim, end, _END))
+    before = call(aten.slice.Tensor, whole, dim, 0, start)
+    after = call(aten.slice.Tensor, whole, dim, end, _END)
+    parts = [part for part in (before, piece, after) if not statically_known_true(part.meta["val"].shape[dim] == 0)]
     result: Node = call(aten.cat.default, parts, dim) if len(parts) > 1 else piece
     return result
 
@@ -222,7 +232,9 @@ def _call(graph: Graph, write: Node, target: Any, args: Any, kwargs: Any = None)
     """A call in place of ``write``, with the value that it has in the example."""
     node = graph.call_function(target, tuple(args), dict(kwargs or {}))
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    node.meta = {key: write.meta[key] for key in ("stack_trace", "nn_module_stack", NO_GRAD) if key in write.meta}
+    node.meta = {
+        key: write.meta[key] for key in ("stack_trace", "nn_module_stack", "autocast", NO_GRAD) if key in write.meta
+    }
     node.meta["put back"] = True
     with write.meta["val"].fake_mode:
         node.meta["val"] = args[1] if target is ops.straight else target(*args, **kwargs)

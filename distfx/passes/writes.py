@@ -15,6 +15,7 @@ from distfx.passes.nodes import arguments, aten, describe
 __all__ = [
     "MAYBE_COPIES",
     "NO_GRAD",
+    "UNSAID",
     "functional",
     "functional_form",
     "gives_view",
@@ -31,7 +32,7 @@ _WITHOUT_NAMESAKE = {aten.bernoulli_.float: aten.bernoulli.p, aten.normal_.defau
 """Operators that write in place, and whose functional form has another name."""
 
 
-_UNSAID = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+UNSAID = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 """Operators that may give their argument itself, of which their schema says nothing."""
 
 
@@ -59,7 +60,7 @@ def gives_view(node: Node) -> bool:
         return isinstance(node.args[0], Node) and gives_view(node.args[0])
     if node.target is ops.straight:
         return True
-    if node.target in _UNSAID and isinstance(node.args[0], Node):
+    if node.target in UNSAID and isinstance(node.args[0], Node):
         return not arguments(node)["train"] or not arguments(node)["p"]
     if node.target is aten.einsum.default:
         return shares_memory(node)
@@ -79,7 +80,8 @@ def shares_memory(node: Node) -> bool:
 def viewed(node: Node) -> Any:
     """What a view is a view of."""
     if node.target is aten.einsum.default:
-        return node.args[1][0]  # type: ignore[index]
+        operands: Any = node.args[1]
+        return operands[0]
     return node.args[1] if node.target is ops.straight else node.args[0]
 
 
