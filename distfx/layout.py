@@ -30,7 +30,10 @@ from dataclasses import dataclass, field, replace
 
 from distfx.symbolic import Size, ceildiv, floordiv, minimum, parse_size
 
-__all__ = ["Layout", "Split", "Window", "piece"]
+__all__ = ["DIM_NAMES", "Layout", "Split", "Window", "piece"]
+
+DIM_NAMES = {1: "N", 2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
+"""What the dims of an activation of so many dims are called, by a letter each."""
 
 Coords = Mapping[str, tuple[Size, int]]
 """For each axis: the coordinate along it and its size."""

@@ -5,6 +5,7 @@ Most are written as text: ``check(stack, "h2", [(2, 3, 8, 8)], kwargs=layers("Co
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import distfx
+from tests.captures import remembered
 from tests.exact import check, ranks_of
 
 ALGORITHMS = ("stationary-x", "stationary-y", "stationary-w")
@@ -173,3 +176,38 @@ class Plain(nn.Module):
         for conv in self.convs:
             x = F.silu(conv(x))
         return self.head(torch.tanh(self.hidden(x.mean((2, 3)))))
+
+
+class Net(nn.Module):
+    """A little of everything. Its submodule's name is that of a property of the parallel module, on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = nn.Conv2d(3, 8, 3, padding=1)
+        self.bn = nn.BatchNorm2d(8)
+        self.conv = nn.Conv2d(8, 6, 3, stride=2, padding=1)
+        self.fc = nn.Linear(6, 5)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.plan(x)))
+        return self.fc(self.conv(x).mean((2, 3))) * self.scale
+
+
+class Image(nn.Module):
+    """From image to image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 5, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).relu()
+
+
+def pair(grid: str, cls: type[nn.Module] = Net, **options: Any) -> tuple[distfx.ParallelModule, nn.Module]:
+    """A model on ``grid``, and the same as it was."""
+    torch.manual_seed(3)
+    model = cls().double()
+    with remembered(cls):
+        return distfx.parallelize(model, distfx.Grid.parse(grid), **options), copy.deepcopy(model)

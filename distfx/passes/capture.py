@@ -27,6 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import checkpoint
 
 from distfx.errors import CaptureError
+from distfx.layout import DIM_NAMES
 from distfx.ops import on_device
 from distfx.passes.canonical import canonical, name_after_module
 from distfx.passes.nodes import aten
@@ -369,7 +370,6 @@ def _explain(model: nn.Module, examples: Sequence[Any], error: Exception) -> str
 
 
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
-_NAMES = {1: "N", 2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
 
 def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
@@ -468,7 +468,7 @@ def _rename_symbols(graph: Graph) -> dict[sympy.Symbol, sympy.Symbol]:
         value = node.meta.get("val")
         if node.op != "placeholder" or not isinstance(value, torch.Tensor):
             continue
-        names = _NAMES.get(value.dim(), [f"S{i}" for i in range(value.dim())])
+        names = DIM_NAMES.get(value.dim(), [f"S{i}" for i in range(value.dim())])
         for size, name in zip(value.shape, names, strict=False):
             symbol = size_of(size)
             if isinstance(symbol, sympy.Symbol) and symbol not in rename:

@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from distfx import ops
-from distfx.layout import Layout
+from distfx.layout import DIM_NAMES, Layout
 from distfx.moves import AllGather, Move, Slice
 from distfx.passes.planner import Decision, Decisions, follow_layout, project, storage_layout
 from distfx.passes.route import Border, route
@@ -107,12 +107,11 @@ class _Inserter:
         return value
 
 
-_NAMES = {1: "N", 2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 _WEIGHTS = {1: "C", 2: "KC", 3: "KCR", 4: "KCRS", 5: "KCRST"}
 
 
 def _named(layout: Layout, *, weight: bool = False) -> Layout:
-    names = (_WEIGHTS if weight else _NAMES).get(len(layout.dims))
+    names = (_WEIGHTS if weight else DIM_NAMES).get(len(layout.dims))
     return layout.with_names(names or [f"d{i}" for i in range(len(layout.dims))])
 
 

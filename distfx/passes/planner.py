@@ -230,7 +230,6 @@ def _anchored(
         fitting = [option for option in options if option[0] == pin]
         options = fitting or [option for option in options if option[0] == "groups"] or options
     elif channel:
-        ranks = math.prod(sizes[axis] for axis in channel)
 
         def fits(option: Assignment) -> bool:
             """Whether no rank is left without channels."""
@@ -240,7 +239,7 @@ def _anchored(
             )
 
         useful = [(name, option) for name, option in options if name != "stationary-w" or len(channel) == 2]
-        options = [(n, o) for n, o in useful if n != "replicated" and fits(o)] or [(n, o) for n, o in useful if ranks]
+        options = [(n, o) for n, o in useful if n != "replicated" and fits(o)] or useful
     for name, option in options:
         yield name, spec, base | option
 

@@ -1,0 +1,124 @@
+"""What a parallel model is given: tensors whole, sharded or cut otherwise, one or several, by place or by keyword."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import distfx
+from tests.exact import relative
+from tests.models import Image, pair
+from tests.ranks import run
+
+
+def sharded_input(grid: str, dims: tuple[int, ...], uneven: bool) -> tuple[float, float, int]:
+    net, plain = pair(grid, Image, strategy="stationary-x" if "c" in grid else "auto")
+    torch.manual_seed(5)
+    x = torch.randn(4, 3, 9 if uneven else 8, 8, dtype=torch.float64)
+    part = net.input_slices(0, x.shape)
+    local = x[part].clone().requires_grad_()
+    given = DTensor.from_local(
+        local, net.grid.mesh, [Shard(dim) for dim in dims], run_check=False, shape=x.shape, stride=x.stride()
+    )
+    whole = x.clone().requires_grad_()
+    with distfx.record_comm() as ledger:
+        y = net(given)
+    want = plain(whole)
+    y.square().sum().backward()
+    want.square().sum().backward()
+    assert local.grad is not None and whole.grad is not None
+    assert not any(row.move == "slice" for row in ledger.rows)
+    return relative(y, want), relative(local.grad, whole.grad[part]), net.plan.bytes("forward") - ledger.bytes()
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(("world", "grid", "dims"), [(4, "n2h2", (0, 2)), (2, "c2", (1,)), (4, "c2h2", (1, 2))])
+def test_sharded_input(world: int, grid: str, dims: tuple[int, ...], uneven: bool) -> None:
+    for output, gradient, difference in run(world, sharded_input, grid, dims, uneven):
+        assert output < 1e-12 and gradient < 1e-12 and difference == 0
+
+
+def other_sharding() -> float:
+    net, plain = pair("n2h2", Image)
+    torch.manual_seed(5)
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    given = DTensor.from_local(x, net.grid.mesh, [Replicate(), Replicate()], run_check=False)
+    return relative(net(given), plain(x))
+
+
+def test_a_dtensor_in_another_layout_is_brought_into_ours() -> None:
+    assert max(run(4, other_sharding)) < 1e-12
+
+
+def chunked_input() -> float:
+    """DTensor cuts 8 samples into 3, 3, 2; distfx into 2, 3, 3: on one rank the shapes agree."""
+    net, plain = pair("n3", Image)
+    x = torch.randn(8, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    given = distribute_tensor(x, net.grid.mesh, [Shard(0)])
+    return relative(net(given), plain(x))
+
+
+def test_a_dtensor_cut_otherwise_on_some_ranks_only() -> None:
+    assert max(run(3, chunked_input)) < 1e-12
+
+
+def uneven_shards() -> tuple[list[str], float]:
+    """Of a DTensor whose parts are not the plan's."""
+    net, plain = pair("h2", Image)
+    x = torch.randn(2, 3, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    given = distribute_tensor(x, net.grid.mesh, [Shard(2)])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        error = max(relative(net(given), plain(x)) for _ in range(2))
+    return [str(each.message) for each in said if "gathered" in str(each.message)], error
+
+
+def test_a_sharded_input_that_must_be_gathered_is_reported_once() -> None:
+    (first, error), (second, other) = run(2, uneven_shards)
+    assert len(first) == 1 and "net.input_slices" in first[0] and not second and max(error, other) < 1e-12
+
+
+class Several(nn.Module):
+    """Several inputs, one of them by keyword; a dict of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor, y: Tensor, factor: float = 2.0) -> dict[str, Any]:
+        return {"sum": self.conv(x) + factor * self.conv(y), "pair": (x * 2, y)}
+
+
+def several() -> float:
+    torch.manual_seed(3)
+    model = Several().double()
+    net = distfx.parallelize(model, distfx.Grid(h=2))  # rank and number of inputs are known at the first call only
+    x, y = (torch.randn(2, 3, 7, 6, dtype=torch.float64) for _ in range(2))
+    have, want = net(x, y), model(x, y)
+    assert list(have) == list(want) and isinstance(have["pair"], tuple)
+    errors = [relative(have["sum"], want["sum"])]
+    errors += [relative(a, b) for a, b in zip(have["pair"], want["pair"], strict=True)]
+    return max(errors)
+
+
+def test_several_inputs_and_nested_outputs() -> None:
+    assert max(run(2, several)) < 1e-12
+
+
+def keywords() -> float:
+    torch.manual_seed(3)
+    model = Several().double()
+    net = distfx.parallelize(model, distfx.Grid(h=2))
+    x, y = (torch.randn(2, 3, 7, 6, dtype=torch.float64) for _ in range(2))
+    errors = [relative(net(x=x, y=y)["sum"], model(x, y)["sum"]), relative(net(y=y, x=x)["sum"], model(x, y)["sum"])]
+    errors += [relative(net(x, y, factor)["sum"], model(x, y, factor)["sum"]) for factor in (3.0, 5.0, 3.0)]
+    return max(errors)
+
+
+def test_keywords_in_any_order_and_other_arguments() -> None:
+    assert max(run(2, keywords)) < 1e-12
