@@ -27,6 +27,7 @@ from distfx.errors import DistfxError
 from distfx.layout import Coords, is_channel_axis
 from distfx.runtime.agree import agree
 from distfx.runtime.failure import During
+from distfx.runtime.gloo import let_others_first
 from distfx.runtime.launch import init
 
 __all__ = ["Grid", "GridLike", "Segment", "forget"]
@@ -343,6 +344,7 @@ class Grid:
                 else:
                     made = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in self._partition(axes)])[0]
                 dist.all_reduce(torch.zeros(1, device=self.device_type), group=made)
+                let_others_first()
             _groups[mine] = made
         return _groups[mine]
 

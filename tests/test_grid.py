@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +19,7 @@ from distfx import grid as grids
 from distfx.errors import DistfxError
 from distfx.grid import AXES, Grid
 from distfx.runtime.agree import agree, host_group
-from tests.ranks import run, run_raises
+from tests.ranks import over, run, run_raises
 
 # -- without processes
 
@@ -378,3 +380,19 @@ def group_for_gpus_alone() -> tuple[str, bool]:
 
 def test_what_ranks_compare_has_a_group_for_the_host() -> None:
     assert run(2, group_for_gpus_alone) == [("gloo", True)] * 2
+
+
+def polling_threads() -> list[int]:
+    """The scheduling classes of gloo's polling threads, after groups for two axes and all ranks were made."""
+    grid = Grid.parse("n2h2")
+    for axes in (("n",), ("h",), ("n", "h")):
+        grid.segment(axes)
+    threads = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    return [os.sched_getscheduler(int(thread.name)) for thread in threads]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs Linux")
+def test_gloos_polling_threads_interrupt_nobody() -> None:
+    with over("gloo"):
+        for classes in run(4, polling_threads):
+            assert len(classes) >= 3 and set(classes) == {os.SCHED_BATCH}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from distfx.errors import DistfxError, RankMismatchError
 from distfx.runtime.failure import During
+from distfx.runtime.gloo import let_others_first
 
 __all__ = ["agree", "agree_on_outcome", "digest", "host_group"]
 
@@ -27,6 +28,7 @@ def host_group() -> Any:
         return world
     if _host is None or _host[0] is not world:
         _host = (world, dist.new_group(backend="gloo"))
+        let_others_first()
     return _host[1]
 
 

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from distfx.runtime import failure, mpi
+from distfx.runtime.gloo import let_others_first
 
 __all__ = ["DEFAULT_TIMEOUT", "LAUNCHERS", "Launch", "expand_nodelist", "init"]
 
@@ -92,6 +93,7 @@ def init(backend: str | None = None, timeout: float | timedelta | None = None, l
     if dist.is_initialized():
         if _current is None or _current[1] is not dist.group.WORLD:
             _current = (_adopt(), dist.group.WORLD, None)
+            let_others_first()
         _agree(_current[0], wanted, launcher, limit, _current[2])
         return _current[0]
 
@@ -106,6 +108,7 @@ def init(backend: str | None = None, timeout: float | timedelta | None = None, l
     name = {"mpi": mpi.BACKEND, "nccl": "cpu:gloo,cuda:nccl"}.get(launch.backend, launch.backend)
     store = _store(found, limit)
     dist.init_process_group(name, store=store, rank=found.rank, world_size=found.world, timeout=limit)
+    let_others_first()
     if found.world > 1:
         failure.introduce()
         failure.announce_uncaught(keeps_store=found.rank == 0 and found.launcher != "torchrun")
