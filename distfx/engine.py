@@ -476,6 +476,10 @@ class Engine:
         """An input that does not fit a rank must not become whole there without a word."""
         if own or not isinstance(tensor, DTensor) or not any(placed.is_shard() for placed in tensor.placements):
             return
+        once = f"gathered: {name}"
+        if once in self.warned:
+            return
+        self.warned.add(once)
         self._warn(
             f"the input {name}, a DTensor {tuple(tensor.shape)} split by {tensor.placements} on {tensor.device_mesh}, "
             f"is gathered on every rank: the plan has it as {self.input_layout(compiled, name)}, whose parts are "

@@ -45,6 +45,15 @@ def _own(result: Any) -> Any:
     return result.clone() if passed else result
 
 
+def _take_hooks(value: nn.Parameter, shard: nn.Parameter) -> None:
+    """What the model's parameter does when its gradient comes, its shard does."""
+    if value.requires_grad:
+        for hook in (value._backward_hooks or {}).values():
+            shard.register_hook(hook)
+        for hook in (value._post_accumulate_grad_hooks or {}).values():
+            shard.register_post_accumulate_grad_hook(hook)
+
+
 class Part(nn.Module):
     """Stands for a module of the model: holds its parameters and its mode. It never runs by itself."""
 
@@ -144,6 +153,7 @@ class ParallelModule(nn.Module):
                     shard: Any = distribute(value, self._layout(name, value), grid, broadcast=True)
                     if isinstance(value, nn.Parameter):
                         shard = nn.Parameter(shard, requires_grad=value.requires_grad)
+                        _take_hooks(value, shard)
                     made[id(value)] = shard
                 self._register(name, made[id(value)], persistent=name in persistent)
             layouts = {name: self._layout(name, value) for name, value in entries}

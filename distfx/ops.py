@@ -82,6 +82,10 @@ class Nth:
         return self.op(*args, **kwargs)[self.index]
 
 
+OWN_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""The operators that autograd functions of models became (:mod:`distfx.passes.custom`), and what they call."""
+
+
 def on_device(arguments: Any, device: torch.device | None = None) -> Any:
     """The arguments of a call, made on ``device`` wherever they name one; without it, on any of its kind."""
 

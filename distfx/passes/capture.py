@@ -30,6 +30,7 @@ from distfx.errors import CaptureError
 from distfx.layout import DIM_NAMES
 from distfx.ops import on_device
 from distfx.passes.canonical import canonical, name_after_module
+from distfx.passes.custom import own_functions
 from distfx.passes.nodes import aten
 from distfx.passes.views import put_back_writes
 from distfx.passes.writes import NO_GRAD, functional, results_apart, same_tensor, writes
@@ -207,7 +208,7 @@ def capture(
     examples = tuple(pytree.tree_map(lambda v: _enlarged(v, batch), tuple(args)))
     keywords = dict(pytree.tree_map(lambda v: _enlarged(v, batch), dict(kwargs or {})))
 
-    with mode.on(model), _silence(), without_modes(), _through_checkpoints() as checkpoints:
+    with mode.on(model), _silence(), without_modes(), own_functions(), _through_checkpoints() as checkpoints:
         program = _export(model, examples, keywords, guess)
     module = program.module(check_guards=False)
     _inline(module)
@@ -327,6 +328,11 @@ def _detached(module: GraphModule, value: Any) -> Any:
 def check_supported(model: nn.Module, mode: Mode) -> None:
     """Raise for what no capture can follow, whatever the input."""
     for (path, module), training in zip(model.named_modules(), mode.flags, strict=True):
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"{path or 'the model'} ({type(module).__name__}) has a backward hook, which would never run: the "
+                "graph runs as a whole. Put hooks on parameters (these are kept), or on the parallel module."
+            )
         cumulative = isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
         if cumulative and training and module.track_running_stats:
             raise CaptureError(

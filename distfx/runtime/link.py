@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -155,6 +156,11 @@ def _share_results(graph: Graph) -> None:
 def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
     bound = node.meta.get("bound")
     if isinstance(node.target, HaloConvolution):
+        return
+    if isinstance(node.target, ops.Nth) and node.target.op in ops.OWN_FUNCTIONS:
+        node.target = replace(node.target, op=ops.OWN_FUNCTIONS[node.target.op])
+    elif node.target in ops.OWN_FUNCTIONS:
+        node.target = ops.OWN_FUNCTIONS[node.target]
         return
     if node.target is ops.refresh:
         assert isinstance(bound, BoundMove)

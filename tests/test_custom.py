@@ -1,0 +1,250 @@
+"""Derivatives that a model brings along: its own autograd functions, and hooks on gradients."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import distfx
+from distfx.errors import FallbackWarning
+from tests.exact import _exact, ranks_of, relative
+from tests.ranks import run, run_raises
+
+
+class Reversal(Function):
+    """Identity; its gradient is reversed (domain adaptation)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -ctx.factor * grad, None
+
+
+class Sign(Function):
+    """The sign, with the gradient of a clamp (binary networks)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() <= 1)
+
+
+class Swish(Function):
+    """As autograd would have it, but saving its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return grad * (s * (1 + x * (1 - s)))
+
+
+class Gate(Function):
+    """Two tensors, in the form with ``setup_context``; the second has half of its gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return grad * y, grad * x / 2
+
+
+class Centre(Function):
+    """Not element-wise: the mean of each image is taken off, and ignored by the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x - x.mean((2, 3), keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+class Both(Function):
+    """Two results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x + 1
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, two: Tensor) -> Tensor:
+        return one - two
+
+
+class InPlace(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Listed(Function):
+    """Returns something besides tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        return x * 2, "twice"
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Tensor:
+        return grad
+
+
+bound_before = Reversal.apply
+"""As in much code, a name for the function's ``apply``, taken before any model is traced."""
+
+FUNCTIONS = {
+    "reversal": lambda x: bound_before(x, 0.5),
+    "twice": lambda x: Reversal.apply(Reversal.apply(x, 0.5) * 2, 3.0),
+    "sign": Sign.apply,
+    "swish": Swish.apply,
+    "gate": lambda x: Gate.apply(x, x.flip(1)),
+    "centre": Centre.apply,
+    "both": lambda x: torch.cat(Both.apply(x), 1),
+    "in place": lambda x: InPlace.apply(x * 1),
+    "listed": lambda x: Listed.apply(x)[0],
+}
+
+
+class Around(nn.Module):
+    """A function between two convolutions."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.before = nn.Conv2d(3, 4, 3, padding=1)
+        self.after = nn.Conv2d(8 if name == "both" else 4, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.after(FUNCTIONS[self.name](self.before(x)))
+        return result
+
+
+def followed(name: str, grid: str, train: bool) -> tuple[dict[str, float], list[str]]:
+    """The errors, and what ran whole."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        shapes = [(2, 3, 8, 9), (4, 3, 11, 8)]
+        result = _exact(Around, grid, shapes, kwargs={"name": name}, sgd=3, train=train)  # captured on every rank
+    return result["errors"], [str(row.op) for row in result["rows"] if row.whole]
+
+
+@pytest.mark.parametrize("grid", ["c2", "h2", "n2w2"])
+@pytest.mark.parametrize("name", ["reversal", "twice", "sign", "swish", "gate", "centre", "both"])
+def test_own_functions_keep_their_derivative(name: str, grid: str) -> None:
+    for errors, whole in run(ranks_of(grid), followed, name, grid, name != "twice"):
+        assert max(errors.values()) < 1e-10, errors
+        assert bool(whole) == (name in ("centre", "both")), whole
+
+
+@pytest.mark.parametrize(("name", "word"), [("in place", "writes into its argument"), ("listed", "besides tensors")])
+def test_functions_that_cannot_be_followed(name: str, word: str) -> None:
+    for error in run_raises(2, followed, name, "h2", True):
+        assert word in str(error) and name.split()[0].title()[:4] in str(error)
+
+
+# -- hooks
+
+
+class Hooked(nn.Module):
+    """Two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(3, 4, 3, padding=1)
+        self.b = nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(self.a(x).relu())
+        return result
+
+
+class Registers(Hooked):
+    """Looks at a gradient, as for a class activation map."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 0.1)
+        result: Tensor = self.b(y)
+        return result
+
+
+def hooked_parameters(grid: str) -> tuple[list[float], list[str]]:
+    """The errors of gradients that hooks of the model's parameters change, and the calls of another kind of hook."""
+    torch.manual_seed(0)
+    model = Hooked().double()
+    plain = copy.deepcopy(model)
+    seen: list[str] = []
+    for each in (model, plain):
+        each.a.weight.register_hook(lambda grad: grad * 0.5)
+        each.a.bias.register_hook(lambda grad: grad.clamp(-1.0, 1.0))
+    model.b.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    net = distfx.parallelize(model, distfx.Grid.parse(grid))
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    net(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    pairs = zip(net.parameters(), plain.parameters(), strict=True)
+    return [relative(p.grad.full_tensor(), q.grad) for p, q in pairs], seen  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("grid", ["c2", "h2"])
+def test_hooks_of_parameters_are_kept(grid: str) -> None:
+    for errors, seen in run(2, hooked_parameters, grid):
+        assert max(errors) < 1e-10 and seen == ["accumulated"]
+
+
+def refused(kind: str) -> None:
+    model = Registers() if kind == "tensor" else Hooked()
+    if kind == "module":
+        model.a.register_full_backward_hook(lambda module, given, got: None)
+    if kind == "before":
+        model.b.register_full_backward_pre_hook(lambda module, got: None)
+    net = distfx.parallelize(model, distfx.Grid.parse("h2"))
+    net(torch.randn(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("tensor", ["register_hook", "test_custom.py"]),
+        ("module", ["a (Conv2d)", "backward hook"]),
+        ("before", ["b (Conv2d)"]),
+    ],
+)
+def test_hooks_that_would_never_run_are_refused(kind: str, words: list[str]) -> None:
+    for error in run_raises(2, refused, kind):
+        assert all(word in str(error) for word in words), error
