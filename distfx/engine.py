@@ -34,10 +34,13 @@ from distfx.passes.capture import (
     Capture,
     InputSpec,
     Mode,
+    Numbers,
     capture,
+    changed_numbers,
     check_supported,
     constants_of,
     infer_inputs,
+    numbers_of,
 )
 from distfx.passes.compile import Compiled, compile_capture
 from distfx.passes.nodes import describe
@@ -110,6 +113,8 @@ class Engine:
         self.prepared: dict[Any, tuple[int, Runnable]] = {}
         """For each kind of call the number of its graph, and what to run."""
         self.state_texts: dict[State, str] = {}
+        self.numbers: dict[Mode, Numbers] = {}
+        """The attributes of the model that the graphs of a mode have fixed."""
         self.last: dict[Mode, Plan] = {}
         """For each mode the plan at the shape of its last call."""
 
@@ -146,6 +151,7 @@ class Engine:
                 return None
             compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, self.stored, self.statistics)
             self._check_strict(compiled)
+            self.numbers.setdefault(mode, numbers_of(self.model))
             graphs.append(compiled)
         return graphs[-1] if another else graphs[0]
 
@@ -212,6 +218,13 @@ class Engine:
                 self._warn(
                     "torch.utils.checkpoint inside of the model is not followed: backward computes nothing again"
                 )
+            if compiled.capture.counted:
+                self._warn(
+                    f"forward changes {', '.join(compiled.capture.counted)}, of the model itself and no tensors: the "
+                    "graph has their values at its making, in every call. Make them buffers."
+                )
+                for name in compiled.capture.counted:
+                    self.numbers[mode].pop(name, None)
             if len(self.compiled[mode]) > MANY_GRAPHS:
                 self._warn(
                     f"{type(self.model).__name__} has more than {MANY_GRAPHS} graphs: each value of an argument that "
@@ -306,7 +319,13 @@ class Engine:
         key = (*self._signature(mode, tensors), *constants_of((args, kwargs)))
         held = ready(None)
         state = _state(held)
-        agree(self.grid.size, "inputs or parameters", "\n".join((*key, self._state_text(held, state))))
+        said = [f"{name} = {values}" for name, values in changed_numbers(self.numbers.get(mode, {})).items()]
+        agree(self.grid.size, "inputs or parameters", "\n".join((*key, *said, self._state_text(held, state))))
+        if said:
+            raise DistfxError(
+                f"attributes of the model have changed, which its graph has fixed: {'; '.join(said)}. Parallelize "
+                "again; or make what changes during training a buffer, or an argument of forward that is a tensor."
+            )
         self.compile_together(mode, args, kwargs)
         self._plan_again(mode, tensors)
         local = self._agree_on_parts(self.compiled[mode][0], tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,12 +55,28 @@ def _take_hooks(value: nn.Parameter, shard: nn.Parameter) -> None:
             shard.register_post_accumulate_grad_hook(hook)
 
 
+_FIXED = (
+    "{} is an attribute of the model, which its graph has fixed: a new value would have no effect. Set it before "
+    "parallelize; or make what changes during training a buffer, or an argument of forward that is a tensor."
+)
+
+
+def _fixed(module: nn.Module) -> frozenset[str]:
+    """The plain attributes of a module of the model."""
+    return frozenset(name for name in vars(module) if name not in vars(nn.Module()) and not name.startswith("_"))
+
+
 class Part(nn.Module):
     """Stands for a module of the model: holds its parameters and its mode. It never runs by itself."""
 
-    def __init__(self, path: str, kind: str) -> None:
+    def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__()
-        self._path, self._kind = path, kind
+        self._path, self._kind, self._fixed = path, type(module).__name__, _fixed(module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_fixed", ()):
+            raise DistfxError(_FIXED.format(f"{self._path}.{name}"))
+        super().__setattr__(name, value)
 
     def _get_name(self) -> str:
         return self._kind
@@ -94,10 +111,32 @@ class ParallelModule(nn.Module):
         self._engine = engine
         self._slots = {}
         self._aliases = {}
+        self._fixed = _fixed(engine.model)
         self._mirror(engine.model)
         compiled = engine.compile_together(self._mode)
         if compiled is not None:
             self._adopt(compiled)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_fixed", ()):
+            raise DistfxError(_FIXED.format(name))
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Gradients are parts of buckets, which torch cannot copy; they are copied one by one."""
+        held = {name: parameter.grad for name, parameter in self.named_parameters()}
+        copied = self.__new__(type(self))
+        memo[id(self)] = copied
+        try:
+            self.zero_grad()
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        finally:
+            for name, parameter in self.named_parameters():
+                parameter.grad = held[name]
+        for name, parameter in copied.named_parameters():
+            grad = held[name]
+            parameter.grad = None if grad is None else grad.clone()
+        return copied
 
     # --------------------------------------------------------------------------------------------------- modes
 
@@ -108,7 +147,7 @@ class ParallelModule(nn.Module):
             if path:
                 owner, _, leaf = path.rpartition(".")
                 parent = made[model.get_submodule(owner)]
-                parent._modules[leaf] = made.setdefault(module, Part(path, type(module).__name__))
+                parent._modules[leaf] = made.setdefault(module, Part(path, module))
         self._mirrors = tuple(made[module] for module in model.modules())
         Mode.of(model).set(self._mirrors)
 

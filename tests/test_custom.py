@@ -248,3 +248,169 @@ def refused(kind: str) -> None:
 def test_hooks_that_would_never_run_are_refused(kind: str, words: list[str]) -> None:
     for error in run_raises(2, refused, kind):
         assert all(word in str(error) for word in words), error
+
+
+# -- numbers of the model itself
+
+
+class Tempered(nn.Module):
+    """Divides by a temperature, and counts its calls."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.conv, self.temperature, self.counts, self.calls = nn.Conv2d(3, 4, 3, padding=1), 2.0, counts, 0
+        self.norm = nn.BatchNorm2d(4)
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.calls += 1
+        y = self.norm(self.conv(x)) / self.temperature * self.mean.view(-1, 1, 1)
+        self.mean = self.mean * 0.5  # a new tensor, while backward needs the old one
+        return y
+
+    def train(self, mode: bool = True) -> Tempered:
+        self.temperature = 2.0 if mode else 1.0
+        return super().train(mode)
+
+
+def changed_attribute(which: str) -> None:
+    model = Tempered(False)
+    net = distfx.parallelize(model, distfx.Grid.parse("h2"))
+    x = torch.randn(2, 3, 8, 8)
+    net(x)
+    if which == "net":
+        net.temperature = 0.5
+    elif which == "part":
+        net.norm.momentum = 0.5
+    else:
+        model.temperature = 0.5
+        net(x)
+
+
+@pytest.mark.parametrize(
+    ("which", "word"), [("net", "temperature"), ("part", "norm.momentum"), ("model", "temperature = 2.0, now 0.5")]
+)
+def test_attributes_that_a_graph_has_fixed(which: str, word: str) -> None:
+    for error in run_raises(2, changed_attribute, which):
+        assert word in str(error) and "buffer" in str(error)
+
+
+def tempered(counts: bool) -> tuple[list[float], list[str], int]:
+    """The errors of a model that changes itself, in train and eval and train again; warnings; its counter."""
+    torch.manual_seed(0)
+    model = Tempered(counts).double()
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net = distfx.parallelize(model, distfx.Grid.parse("c2"))
+        x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+        errors = []
+        for training in (True, True, False, True):
+            y, want = net.train(training)(x), plain.train(training)(x)
+            y.square().sum().backward()
+            want.square().sum().backward()
+            errors += [relative(y, want), relative(net.full_state_dict()["mean"], plain.mean)]
+            pairs = zip(net.parameters(), plain.parameters(), strict=True)
+            errors += [relative(p.grad.full_tensor(), q.grad) for p, q in pairs]  # type: ignore[union-attr]
+    return errors, [str(each.message) for each in caught if "forward changes" in str(each.message)], model.calls
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_models_that_change_themselves(counts: bool) -> None:
+    for rank, (errors, said, calls) in enumerate(run(2, tempered, counts)):
+        assert max(errors) < 1e-10 and calls == 0
+        assert len(said) == (1 if counts and rank == 0 else 0) and all("calls" in text for text in said)
+
+
+def copies_in_training() -> list[float]:
+    """The errors of a copy that is made between backward and the step, gradients included."""
+    model = Hooked().double()
+    net = distfx.parallelize(model, distfx.Grid.parse("h2"))
+    net(torch.randn(2, 3, 8, 8, dtype=torch.float64)).square().sum().backward()
+    copied = copy.deepcopy(net)
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    assert averaged.module.a.weight.grad is not None
+    errors = []
+    for p, q in zip(net.parameters(), copied.parameters(), strict=True):
+        errors += [relative(p.to_local(), q.to_local()), relative(p.grad.to_local(), q.grad.to_local())]
+        assert p.grad.to_local().data_ptr() != q.grad.to_local().data_ptr()
+    return errors
+
+
+def test_copies_have_the_gradients() -> None:
+    for errors in run(2, copies_in_training):
+        assert max(errors) == 0
+
+
+# -- what is refused, in words
+
+
+class Selects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return torch.masked_select(y, y > 0).mean()
+
+
+def selects() -> None:
+    distfx.parallelize(Selects(), distfx.Grid.parse("h2"))(torch.randn(2, 3, 8, 8))
+
+
+def test_sizes_that_depend_on_values() -> None:
+    for error in run_raises(2, selects):
+        assert "masked_select" in str(error) and "test_custom.py" in str(error) and "torch.where" in str(error)
+
+
+# -- codebooks and moving averages, written by hand
+
+
+class Codebook(nn.Module):
+    """Moving averages of a codebook through ``.data``, as in much code of vector quantisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.register_buffer("average", torch.ones(4))
+        self.register_buffer("counts", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        if self.training:
+            self.counts.data.mul_(0.9).add_(0.1 * y.detach().mean((0, 2, 3)))
+            self.average.data.copy_(self.average * 0.5 + self.counts)
+        return y * self.average.view(1, -1, 1, 1)
+
+
+class Momentum(nn.Module):
+    """A second encoder that follows the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
+        self.target.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                q.mul_(0.9).add_(p, alpha=0.1)
+            goal = self.target(x)
+        return (self.online(x) - goal).square()
+
+
+WRITERS = {"codebook": Codebook, "momentum": Momentum}
+
+
+def written_by_hand(name: str, grid: str) -> dict[str, float]:
+    errors: dict[str, float] = _exact(WRITERS[name], grid, [(2, 3, 8, 9)], sgd=3)["errors"]
+    return errors
+
+
+@pytest.mark.parametrize("grid", ["c2", "h2", "n2"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_averages_written_by_hand(name: str, grid: str) -> None:
+    for errors in run(2, written_by_hand, name, grid):
+        assert max(errors.values()) < 1e-10, errors

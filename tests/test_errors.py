@@ -70,7 +70,7 @@ def test_input_of_another_dtype() -> None:
 
 
 def test_input_with_other_channels() -> None:
-    message = same(run_raises(2, call, "h2", (1, 4, 8, 8)))
+    message = same(run_raises(2, call, "h2", (1, 4, 8, 8)), "SizeError")
     assert "4 channels, but the model takes 3" in message
 
 
@@ -237,3 +237,44 @@ def twice() -> None:
 def test_what_is_not_a_model() -> None:
     assert "torch.nn.Module" in same(run_raises(1, not_a_module))
     assert "parallel already" in same(run_raises(1, twice))
+
+
+def reflects(grid: str) -> None:
+    """A padding that is wider than the image, after a halo that is not."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 4, 9, padding=4, padding_mode="reflect"))
+    net = distfx.parallelize(model, distfx.Grid.parse(grid))
+    net(torch.randn(2, 3, 4, 3))
+
+
+@pytest.mark.parametrize("grid", ["h2", "h3"])
+def test_padding_wider_than_the_image(grid: str) -> None:
+    message = same(run_raises(int(grid[1]), reflects, grid))
+    assert "reflect" in message and "extent 4" in message
+
+
+class Steps(nn.Module):
+    """A recurrent network over dim 1, which is time and not channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            state = torch.tanh(self.conv(state + x[:, step]))
+        return state
+
+
+def other_steps() -> list[float]:
+    """Called with other numbers of steps in turn."""
+    torch.manual_seed(0)
+    model = Steps().double()
+    net = distfx.parallelize(model, distfx.Grid.parse("h2"), example_inputs=(torch.zeros(2, 3, 3, 6, 5).double(),))
+    inputs = [torch.randn(2, steps, 3, 6, 5, dtype=torch.float64) for steps in (3, 2, 4, 3)]
+    return [float((net(x) - model(x)).detach().abs().max()) for x in inputs]
+
+
+def test_other_numbers_of_steps_have_graphs_of_their_own() -> None:
+    for errors in run(2, other_steps):
+        assert max(errors) < 1e-12

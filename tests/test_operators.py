@@ -129,6 +129,55 @@ def expressions(
     assert not any(row.whole for row in rows), [row.node for row in rows if row.whole]
 
 
+UNTAGGED = (
+    "((x > 0) & (x < 1) | (x > 2)).to(x.dtype) * x",
+    "torch.where(x > 0, x, 0.0)",
+    "torch.where(x > 0, 0.0, x)",
+    "x.detach() // 0.3 * x",
+    "torch.multiply(x, x).subtract(1).negative()",
+    "torch.greater(x, 0).to(x.dtype) * torch.special.expit(x)",
+    "torch.arctan2(x, torch.rsub(x, 1))",
+    "x.masked_fill(x > 0, torch.tensor(2.0, dtype=x.dtype))",
+)
+
+
+@pytest.mark.parametrize("grid", ["c2", "h2"])
+def test_element_wise_operators_that_torch_does_not_tag(grid: str) -> None:
+    expressions(grid, UNTAGGED)
+
+
+SIMILARITIES = (
+    "F.cosine_similarity(x.mean((2, 3), keepdim=True), x, dim=1)",
+    "F.cosine_similarity(x, x.mean((2, 3), keepdim=True), dim=1)",
+    "F.cosine_similarity(x.mean(2, keepdim=True), x.mean(3, keepdim=True), dim=1)",
+    "F.cosine_similarity(x.permute(0, 2, 3, 1), torch.linspace(0, 1, 5, dtype=x.dtype), dim=-1)",
+    "F.cosine_similarity(torch.linspace(0, 1, 5, dtype=x.dtype), x.permute(0, 2, 3, 1), dim=-1)",
+)
+
+
+@pytest.mark.parametrize("grid", ["c2", "h2", "n2w2"])
+def test_similarities_of_operands_that_broadcast(grid: str) -> None:
+    expressions(grid, SIMILARITIES)
+
+
+class Frequencies(nn.Module):
+    """An embedding whose gradient depends on how often an index comes in the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.table = nn.Embedding(5, 4, scale_grad_by_freq=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y + self.table(y.detach().mean(1).mul(3).long().clamp(0, 4)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("grid", ["n2", "c2"])
+def test_embedding_scaled_by_frequency(grid: str) -> None:
+    check(Frequencies, grid, [(4, 3, 6, 5)])
+
+
 REDUCTIONS = (
     "x.softmax(1)",
     "x.log_softmax(2)",

@@ -195,8 +195,8 @@ HEAD = """# The zoo
 
 Models of other libraries, unmodified, float64, in training: the largest relative error of any output, gradient or
 running statistic against the model in a single process, and the operators that ran whole for want of a rule. Beside
-an error above 1e-11 stands of what (rows of older runs lack it), and how much that changes in the single process when
-the input changes in its last bits: deep batch norms of few samples magnify rounding, and a bias before a norm has a
+an error above 1e-11 stands of what, and how much that changes in the single process when the input changes in its
+last bits: deep batch norms of few samples magnify rounding, and a bias before a norm has a
 gradient that is nothing but rounding. The seconds are those of capture, compilation, one step and the comparison, on
 two busy cores; grids of a model share its capture. Written by `tests/test_zoo.py`, whose docstring says how.
 

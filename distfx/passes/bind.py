@@ -77,8 +77,7 @@ def match_inputs(
                     )
             elif isinstance(size, int) and size != have:
                 what = "channels" if dim == 1 else f"size in dim {dim}"
-                kind = DistfxError if dim == 1 else SizeError
-                raise kind(f"input {spec.name} has {have} {what}, but the model takes {size}: {expected}")
+                raise SizeError(f"input {spec.name} has {have} {what}, but the model takes {size}: {expected}")
     for spec, shape in zip(specs, shapes, strict=True):
         if (whole := evaluate_shape(spec.shape, values)) != shape:
             raise DistfxError(f"input {spec.name} has shape {shape}, where the model as captured needs {whole}")
@@ -88,6 +87,9 @@ def match_inputs(
 def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str] = ()) -> Bound:
     """Bind ``module`` at the grid's rank. The inputs named in ``local`` come as this rank's part already."""
     coords = grid.placement()
+    for node in module.graph.nodes:  # first of all: whether a move can be bound may depend on the rank
+        if node.op != "output" and "layout" in node.meta and not node.meta.get("many"):
+            _check(node, _whole_shape(node, values), values, coords)
     graph = Graph()
     copies: dict[Node, Node] = {}
     parts: set[Node] = set()
@@ -109,9 +111,7 @@ def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str]
             parts.add(new)
         if node.meta.get("many"):
             continue
-        shape = evaluate_shape(node.meta["shape"], values) if node.meta.get("shape") is not None else ()
-        new.meta["shape"] = shape
-        _check(node, new, values, coords)
+        shape = new.meta["shape"] = _whole_shape(node, values)
         move = node.meta.get("move")
         if isinstance(move, Move):
             source = new.args[0]
@@ -133,6 +133,10 @@ def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str]
         else:
             new.meta["local"] = _local(node.meta["layout"], shape, grid, values)
     return Bound(GraphModule(module, graph), values)
+
+
+def _whole_shape(node: Node, values: Values) -> tuple[int, ...]:
+    return evaluate_shape(node.meta["shape"], values) if node.meta.get("shape") is not None else ()
 
 
 def _local(layout: Layout, shape: Sequence[int], grid: Grid, values: Values | None = None) -> tuple[int, ...]:
@@ -159,9 +163,9 @@ def _numbered_layout(layout: Layout, values: Values) -> Layout:
 # -------------------------------------------------------------------------------------------------- checking
 
 
-def _check(node: Node, new: Node, values: Values, coords: Coords) -> None:
+def _check(node: Node, shape: tuple[int, ...], values: Values, coords: Coords) -> None:
     """Shapes that make no sense, and what the row of the operator has to say of them: the same error on all ranks."""
-    shape, decision = new.meta["shape"], node.meta.get("decision")
+    decision = node.meta.get("decision")
     empty = math.prod(shape) == 0 and node.op == "call_function" and decision is not None
     if empty or any(size < 0 for size in shape):
         raise DistfxError(f"{_sizes(values)}: the result of {describe(node)} would have shape {shape}")

@@ -31,9 +31,9 @@ from distfx.layout import DIM_NAMES
 from distfx.ops import on_device
 from distfx.passes.canonical import canonical, name_after_module
 from distfx.passes.custom import own_functions
-from distfx.passes.nodes import aten
+from distfx.passes.nodes import aten, describe
 from distfx.passes.views import put_back_writes
-from distfx.passes.writes import NO_GRAD, functional, results_apart, same_tensor, writes
+from distfx.passes.writes import NO_GRAD, functional, results_apart, same_tensor, writes, written_whole
 from distfx.symbolic import Size, evaluate_shape, size_of
 
 __all__ = ["Capture", "InputSpec", "Mode", "capture", "infer_inputs"]
@@ -63,6 +63,8 @@ class Capture:
     mutated: frozenset[str]
     constants: tuple[str, ...] = ()
     """The arguments that are not tensors, which the graph has fixed."""
+    counted: tuple[str, ...] = ()
+    """The numbers of the model itself that its ``forward`` changes, which the graph has fixed."""
     checkpointed: bool = False
     """Whether parts of the model ask to be computed again in backward, which the graph does not do."""
 
@@ -188,6 +190,52 @@ def _through_checkpoints() -> Iterator[list[str]]:
         yield found
 
 
+Numbers = dict[str, tuple[dict[str, Any], str, Any]]
+
+
+def numbers_of(model: nn.Module) -> Numbers:
+    """The plain attributes of a model's modules that a graph may have fixed: where each lies, and its value."""
+    return {
+        f"{path}.{name}" if path else name: (vars(module), name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float, bool, str) and name != "training" and not name.startswith("_")
+    }
+
+
+def changed_numbers(numbers: Numbers) -> dict[str, str]:
+    """Those that have another value by now, with both."""
+    now = {key: (value, owner.get(name)) for key, (owner, name, value) in numbers.items()}
+    return {key: f"{old!r}, now {new!r}" for key, (old, new) in now.items() if new is not old and new != old}
+
+
+@contextmanager
+def numbers_kept(model: nn.Module) -> Iterator[list[str]]:
+    """Counters and the like that ``forward`` changes are as they were in the end; gives their names then."""
+    numbers, found = numbers_of(model), list[str]()
+    seen = model.register_forward_hook(lambda *_: found.extend(set(changed_numbers(numbers)) - set(found)))
+    try:
+        yield found
+    finally:
+        seen.remove()
+        for owner, name, value in numbers.values():
+            owner[name] = value
+
+
+def _check_sizes(captured: Capture) -> None:
+    """Raise for results whose size depends on values: no layout can say what a rank has of them."""
+    for node in captured.graph.nodes:
+        shape = node.meta.get("shape") or ()
+        sizes = [size for each in shape for size in (each if isinstance(each, tuple) else (each,))]
+        unknown = {s for size in sizes if isinstance(size, sympy.Expr) for s in size.free_symbols} - set(captured.hints)
+        if unknown:
+            raise CaptureError(
+                f"{describe(node)}: how large the result of {node.target} is depends on the values of tensors (boolean "
+                "indexing, nonzero, masked_select), so that no rank could know its part. Write it with torch.where or "
+                "by multiplying with a mask."
+            )
+
+
 def capture(
     model: nn.Module,
     args: Sequence[Any],
@@ -208,7 +256,10 @@ def capture(
     examples = tuple(pytree.tree_map(lambda v: _enlarged(v, batch), tuple(args)))
     keywords = dict(pytree.tree_map(lambda v: _enlarged(v, batch), dict(kwargs or {})))
 
-    with mode.on(model), _silence(), without_modes(), own_functions(), _through_checkpoints() as checkpoints:
+    with (
+        mode.on(model), _silence(), without_modes(), own_functions(), _through_checkpoints() as checkpoints,
+        numbers_kept(model) as counted,
+    ):  # fmt: skip
         program = _export(model, examples, keywords, guess)
     module = program.module(check_guards=False)
     _inline(module)
@@ -218,7 +269,8 @@ def capture(
     for node in result.module.graph.nodes:  # the number of a GPU is each rank's own
         node.args, node.kwargs = on_device((node.args, node.kwargs))
     result.constants = constants_of((examples, keywords))
-    result.checkpointed = bool(checkpoints)
+    result.checkpointed, result.counted = bool(checkpoints), tuple(counted)
+    _check_sizes(result)
     result.module.graph.lint()
     return result
 
@@ -315,10 +367,11 @@ def _source_of(module: GraphModule, region: Node) -> str:
 
 
 def _detached(module: GraphModule, value: Any) -> Any:
-    """A value without its gradient. Buffers, which have none, stay: they may be written."""
+    """A value without its gradient. Buffers and frozen parameters, which have none, stay: they may be written."""
     if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
         return value
-    if value.op == "get_attr" and str(value.target) in dict(module.named_buffers()):
+    frozen = (name for name, parameter in module.named_parameters() if not parameter.requires_grad)
+    if value.op == "get_attr" and str(value.target) in {*dict(module.named_buffers()), *frozen}:
         return value
     result = module.graph.call_function(aten.detach.default, (value,))
     result.meta = dict(value.meta)
@@ -422,7 +475,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
         if node.op == "call_function":
             done = functional(new, node)
             if done is None:
-                mutated.add(str(same_tensor(node.args[0])[-1].target))
+                mutated.add(str(written_whole(node.args[0]).target))  # type: ignore[union-attr]
                 continue
             values[node] = done
             if writes(node) and done.target is not node.target:

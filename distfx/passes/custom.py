@@ -67,18 +67,34 @@ def own_functions() -> Iterator[None]:
     torch.autograd.function._distfx_apply = traced  # type: ignore[attr-defined]
     apply.__code__ = _Trampoline.apply.__code__
     try:
-        with patch.object(Tensor, "register_hook", _refuse_hook):
+        with patch.object(Tensor, "register_hook", _refuse_hook), patch.object(FakeTensor, "data", _DATA, create=True):
             yield
     finally:
         apply.__code__ = code
 
 
-def _refuse_hook(tensor: Tensor, hook: Any) -> Any:
-    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename.replace("\\", "/")]
-    at = frames[-2]  # the last is this one
+def _refuse_data(tensor: Tensor, value: Any) -> None:
     raise CaptureError(
-        f"register_hook on a tensor inside of forward ({at.filename}:{at.lineno}: {at.line}) is not followed: the hook "
-        "would never run. Put what it does to the gradient into an autograd function, or return the tensor."
+        f"an assignment to .data inside of forward ({_caller()}) is not followed. Write tensor.copy_(...) with "
+        "torch.no_grad() instead."
+    )
+
+
+_DATA = property(lambda tensor: tensor.detach(), _refuse_data)
+"""What is written through ``tensor.data`` is a write into the tensor; export would lose it."""
+
+
+def _caller() -> str:
+    """The line of the model that is being traced."""
+    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename.replace("\\", "/")]
+    at = next(frame for frame in reversed(frames) if frame.filename != __file__)
+    return f"{at.filename}:{at.lineno}: {at.line}"
+
+
+def _refuse_hook(tensor: Tensor, hook: Any) -> Any:
+    raise CaptureError(
+        f"register_hook on a tensor inside of forward ({_caller()}) is not followed: the hook would never "
+        "run. Put what it does to the gradient into an autograd function, or return the tensor."
     )
 
 

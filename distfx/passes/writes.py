@@ -25,6 +25,7 @@ __all__ = [
     "shares_memory",
     "viewed",
     "writes",
+    "written_whole",
 ]
 
 
@@ -98,6 +99,13 @@ def same_tensor(node: Any) -> list[Node]:
     return same
 
 
+def written_whole(node: Any) -> Node | None:
+    """The buffer all of which a write into ``node`` changes, be it through ``detach``."""
+    while isinstance(node, Node) and (writes(node) or node.target is aten.detach.default):
+        node = node.args[0]
+    return node if isinstance(node, Node) and node.op == "get_attr" else None
+
+
 def read_elsewhere(write: Node) -> bool:
     """Whether memory that ``write`` changes is read later through another view of it."""
     nodes = list(write.graph.nodes)
@@ -165,7 +173,7 @@ def functional(node: Node, old: Node) -> Node | None:
     while isinstance(root, Node) and gives_view(root):
         root = viewed(root)
     if isinstance(root, Node) and root.op == "get_attr":
-        if root not in same_tensor(old.args[0]):
+        if written_whole(old.args[0]) is not root:
             raise CaptureError(
                 f"{describe(node)}: {target} writes into a part of {root.target}, which distfx cannot follow. "
                 "Write the whole buffer (self.buffer.copy_(...))."

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +68,7 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
     graph = module.graph
     place = {name: (i, j) for i, bucket in enumerate(buckets) for j, name in enumerate(bucket.names)}
     taken: dict[int, Node] = {}
+    _read_before_writes(graph)
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
         gradients = graph.placeholder("gradients")
@@ -102,6 +103,51 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
     linked = GraphModule(torch.nn.Module(), graph)
     linked.recompile()
     return linked
+
+
+def _written(node: Node) -> Node | None:
+    """The buffer into which a call of the model writes."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
+        return None
+    place: Any = node.args[0]
+    while isinstance(place, Node) and place.target in _ITSELF:
+        place = place.args[0]
+    return place if isinstance(place, Node) and place.op == "get_attr" else None
+
+
+_ITSELF = (ops.fan, ops.mask, aten.detach.default)
+"""What gives the very tensor, going forward."""
+
+
+def _read_before_writes(graph: Graph) -> None:
+    """What is read of a buffer before the graph writes into it is a copy: backward may need it as it was."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        buffer = _written(node)
+        if buffer is None:
+            continue
+        same = [buffer, *(user for user in buffer.users if user.target in _ITSELF)]
+        for source, reader in [(each, user) for each in same for user in each.users if user not in same]:
+            last = max(place[use] for use in _uses(reader))
+            if last < place[node] and _written(reader) is None and reader.target is not ops.refresh:
+                with graph.inserting_before(reader):
+                    copy = graph.call_function(torch.clone, (source,))
+                copy.meta = {
+                    key: source.meta[key] for key in ("shape", "local", "layout", "dtype") if key in source.meta
+                }
+                place[copy] = place[reader]
+                reader.replace_input_with(source, copy)
+
+
+def _uses(node: Node) -> Iterator[Node]:
+    """A call, and those that read what it reads by way of the view that it gives."""
+    yield node
+    schema = getattr(node.target, "_schema", None)
+    views = schema is not None and any(given.alias_info is not None for given in schema.returns)
+    if views or node.target in (ops.slice, aten.reshape.default):
+        for user in node.users:
+            yield from _uses(user)
 
 
 def _own_halo(node: Node) -> Node | None:

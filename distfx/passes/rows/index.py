@@ -20,17 +20,24 @@ _GATHERED = "nothing where that dim is whole, else it is gathered"
 
 
 def _whole_dims(dims: Callable[[Node], Sequence[int]], added: int = 0, removed: bool = False) -> Callable[..., Spec]:
-    """All operands and the result alike, ``dims`` whole (in the result ``removed``, or ``added`` ones at its end)."""
+    """Operands, which broadcast, and result alike; ``dims`` whole, in the result ``removed``, or ``added`` at its
+    end."""
 
     def build(row: Row, node: Node) -> Spec:
-        x: Any = node.args[0]
-        rank = len(x.meta["shape"])
+        operands = [(operand, operand.meta["shape"]) for operand in node.all_input_nodes]
+        rank = max(len(shape) for _, shape in operands)
         over = {dim % max(1, rank) for dim in dims(node)}
         words = [None if i in over else i for i in range(rank)]
         result = [word for i, word in enumerate(words) if not (removed and i in over)] + [None] * added
-        others = [operand for operand in node.all_input_nodes if operand is not x]
-        same = [[None if s == 1 else w for s, w in zip(o.meta["shape"], words, strict=True)] for o in others]
-        return dims_spec(row, node, [(x, words), *zip(others, same, strict=True)], result)
+        aligned = [(operand, shape, words[rank - len(shape) :]) for operand, shape in operands]  # from the right
+        large = {word for _, shape, own in aligned for size, word in zip(shape, own, strict=True) if size != 1}
+        return dims_spec(
+            row,
+            node,
+            [(o, [None if s == 1 and w in large else w for s, w in zip(shape, own, strict=True)])
+             for o, shape, own in aligned],
+            result,
+        )  # fmt: skip
 
     return build
 
@@ -122,6 +129,9 @@ INDEX = Row("index", "... _ ..., _ -> ... _ ...", unchanged, build=_index_spec, 
 def _embedding_spec(row: Row, node: Node) -> Spec | None:
     table, index = node.args[:2]
     assert isinstance(table, Node) and isinstance(index, Node)
+    given = arguments(node)
+    if given["scale_grad_by_freq"] or given["sparse"]:  # counts over the whole batch; no DTensor's gradient
+        return None
     rank = len(index.meta["shape"])
     every = list(range(rank))
     return dims_spec(row, node, [(table, [None, rank]), (index, every)], [*every, rank])

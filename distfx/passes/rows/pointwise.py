@@ -38,8 +38,25 @@ _ALSO_POINTWISE = {
     aten.real.default,
     aten._conj.default,
     aten.lift_fresh_copy.default,
+    aten.imag.default,
     *ELEMENTWISE,
 }
+
+_UNTAGGED = (
+    *("__and__", "__or__", "__xor__", "where", "floor_divide", "rsub", "masked_fill", "special_expit", "absolute"),
+    *("multiply", "subtract", "divide", "true_divide", "negative", "clip", "fix", "greater", "greater_equal", "less"),
+    *("less_equal", "not_equal", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh"),
+)
+"""Operators, most of them other names of tagged ones, that torch does not tag as element-wise; each with all its forms
+that give a new tensor."""
+
+_ALSO_POINTWISE |= {
+    form
+    for name in _UNTAGGED
+    for form in (getattr(getattr(aten, name), overload) for overload in getattr(aten, name).overloads())
+    if len(form._schema.returns) == 1 and not form._schema.is_mutable and "out" not in form._overloadname
+    and str(form._schema.returns[0].type) == "Tensor"
+}  # fmt: skip
 
 
 def is_random(target: Any) -> bool:
