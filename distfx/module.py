@@ -63,7 +63,7 @@ _FIXED = (
 
 def _fixed(module: nn.Module) -> frozenset[str]:
     """The plain attributes of a module of the model."""
-    return frozenset(name for name in vars(module) if name not in vars(nn.Module()) and not name.startswith("_"))
+    return frozenset(name for name in vars(module) if name != "training" and not name.startswith("_"))
 
 
 class Part(nn.Module):

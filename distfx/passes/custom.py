@@ -34,7 +34,8 @@ SAMPLE = 6
 
 _SPACE = "distfx_model"
 _library = torch.library.Library(_SPACE, "DEF")
-_known: dict[Any, Any] = {}
+_known: dict[Any, tuple[Any, list[Any]]] = {}
+"""For each kind of call the operator that it becomes, or ``None``."""
 _names: dict[str, int] = {}
 
 
@@ -48,20 +49,22 @@ class _Trampoline:
 
 @contextmanager
 def own_functions() -> Iterator[None]:
-    """While a model is traced, calls of its functions become operators where they must."""
+    """While a model is traced, calls of its functions become operators where they must, what it does to ``.data`` is
+    seen, and hooks on gradients are refused."""
     apply = Function.apply.__func__  # type: ignore[attr-defined]
     code = apply.__code__
     plain = types.FunctionType(code, apply.__globals__, apply.__name__, apply.__defaults__, apply.__closure__)
 
     def traced(cls: type[Function], args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        ours = cls.__module__.partition(".")[0] == "torch"
-        if ours or not torch.is_grad_enabled() or not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        of_torch = cls.__module__.partition(".")[0] == "torch"
+        if of_torch or not torch.is_grad_enabled() or not any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return plain(cls, *args, **kwargs)
         call = _Call(cls, leaves, spec)
         if call.key not in _known:
-            _known[call.key] = _elsewhere(call.decide)
-        operator = _known[call.key]
+            constants = [leaf for leaf in leaves if not _is_operand(leaf)]  # kept: the key may have their numbers
+            _known[call.key] = _elsewhere(call.decide), constants
+        operator, _ = _known[call.key]
         return plain(cls, *args, **kwargs) if operator is None else operator(*call.operands(leaves))
 
     torch.autograd.function._distfx_apply = traced  # type: ignore[attr-defined]
@@ -91,7 +94,12 @@ def _caller() -> str:
     return f"{at.filename}:{at.lineno}: {at.line}"
 
 
+_register_hook = Tensor.register_hook
+
+
 def _refuse_hook(tensor: Tensor, hook: Any) -> Any:
+    if not isinstance(tensor, FakeTensor):
+        return _register_hook(tensor, hook)
     raise CaptureError(
         f"register_hook on a tensor inside of forward ({_caller()}) is not followed: the hook would never "
         "run. Put what it does to the gradient into an autograd function, or return the tensor."
