@@ -356,8 +356,25 @@ class Selects(nn.Module):
         return torch.masked_select(y, y > 0).mean()
 
 
+class Branches(Selects):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x)
+        if y.mean() > 0:
+            return y * 2
+        return y
+
+
 def selects() -> None:
     distfx.parallelize(Selects(), distfx.Grid.parse("h2"))(torch.randn(2, 3, 8, 8))
+
+
+def branches() -> None:
+    distfx.parallelize(Branches(), distfx.Grid.parse("h2"), example_inputs=(torch.randn(2, 3, 8, 8),))
+
+
+def test_branches_on_values() -> None:
+    for error in run_raises(2, branches):
+        assert "test_custom.py" in str(error) and "if y.mean() > 0" in str(error)
 
 
 def test_sizes_that_depend_on_values() -> None:

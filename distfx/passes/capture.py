@@ -11,10 +11,12 @@ import hashlib
 import inspect
 import logging
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +25,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.export import Dim
+from torch.export import _trace as torch_export
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import checkpoint
 
@@ -405,7 +408,7 @@ def _silence() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), patch.object(torch_export, "print", lambda *_, **__: None, create=True):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -419,15 +422,19 @@ def constants_of(arguments: Any) -> tuple[str, ...]:
 
 
 def _explain(model: nn.Module, examples: Sequence[Any], error: Exception) -> str:
-    shapes = ", ".join(str(tuple(e.shape)) if isinstance(e, torch.Tensor) else repr(e) for e in examples)
+    shapes = ", ".join(str(tuple(e.shape)) if isinstance(e, torch.Tensor) else repr(e)[:80] for e in examples)
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename.replace("\\", "/") and not f.filename.startswith(_PACKAGE)]
+    where = f" ({own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
     return (
-        f"{type(model).__name__} could not be captured with inputs {shapes}: {first}\n"
+        f"{type(model).__name__} could not be captured with inputs {shapes}: {first}{where}\n"
         "If the model needs another input, give example_inputs=(x,) to parallelize; if it branches on the values of "
         "tensors, torch.export cannot follow it (see the error above this one)."
     )
 
 
+_PACKAGE = str(Path(__file__).parents[1])
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
