@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import platform
-import sys
 import threading
 import warnings
 from collections import defaultdict
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx import Graph, Node
 
 from distfx import ops
-from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError
+from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError, say
 from distfx.grid import Grid
 from distfx.layout import Layout
 from distfx.passes.bind import Values, bind, match_inputs
@@ -158,7 +157,7 @@ class Engine:
     @contextmanager
     def _patience(self, what: str) -> Iterator[None]:
         """Rank 0 says what takes so long, if it does."""
-        timer = threading.Timer(SLOW, lambda: print(f"distfx: {what}; this takes long", file=sys.stderr, flush=True))
+        timer = threading.Timer(SLOW, lambda: say(f"{what}; this takes long"))
         timer.daemon = True
         if self.grid.rank == 0 and os.environ.get("DISTFX_QUIET", "0") in ("", "0"):
             timer.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 __all__ = [
     "CaptureError",
     "CommunicationError",
@@ -10,7 +12,14 @@ __all__ = [
     "NonFiniteError",
     "RankMismatchError",
     "SizeError",
+    "say",
 ]
+
+
+def say(text: str) -> None:
+    """Tell the user something on stderr, in one write: lines of several ranks must not mix."""
+    sys.stderr.write(f"distfx: {text}\n")
+    sys.stderr.flush()
 
 
 class DistfxError(ValueError):

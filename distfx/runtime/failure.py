@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from distfx.errors import CommunicationError
+from distfx.errors import CommunicationError, say
 
 if TYPE_CHECKING:
     from distfx.grid import Segment
@@ -185,7 +185,7 @@ def _report(where: str, members: Sequence[int], error: BaseException) -> str:
             with contextlib.suppress(Exception):
                 _within(ANSWER, lambda: _tell(_store(), "waits", f"{where}: {peers}"[:2000]))
         if told.is_set():
-            print(f"distfx: {text}", file=sys.stderr, flush=True)
+            say(text)
     return text
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distfx.errors import say
 from distfx.runtime import failure, mpi
 from distfx.runtime.gloo import let_others_first
 
@@ -117,7 +118,7 @@ def init(backend: str | None = None, timeout: float | timedelta | None = None, l
     _current = (launch, dist.group.WORLD, limit)
     if launch.rank == 0 and launch.world > 1 and os.environ.get("DISTFX_QUIET", "0") in ("", "0"):
         how = f"{launch.world} ranks by {launch.launcher}, backend {launch.backend}, device {launch.device.type}"
-        print(f"distfx: {how}", file=sys.stderr, flush=True)
+        say(how)
     return launch
 
 

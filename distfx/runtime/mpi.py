@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distfx.errors import say
 from distfx.runtime import failure
 
 if TYPE_CHECKING:
@@ -296,7 +297,7 @@ class MpiWork(dist.Work):
             if self._error is None:
                 future.set_result(self._outputs)
             else:  # C++ sees only that there is no result: the reason would be lost
-                print(f"distfx: {self._error}", file=sys.stderr, flush=True)
+                say(str(self._error))
                 future.set_exception(self._error)
 
     def _timed_out(self, limit: float) -> dist.DistBackendError:
