@@ -111,6 +111,18 @@ class InPlace(Function):
         return grad
 
 
+class Drawn(Function):
+    """Random numbers, with the gradient of their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.bernoulli(torch.sigmoid(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class Listed(Function):
     """Returns something besides tensors."""
 
@@ -136,6 +148,7 @@ FUNCTIONS = {
     "both": lambda x: torch.cat(Both.apply(x), 1),
     "in place": lambda x: InPlace.apply(x * 1),
     "listed": lambda x: Listed.apply(x)[0],
+    "drawn": Drawn.apply,
 }
 
 
@@ -170,10 +183,17 @@ def test_own_functions_keep_their_derivative(name: str, grid: str) -> None:
         assert bool(whole) == (name in ("centre", "both")), whole
 
 
-@pytest.mark.parametrize(("name", "word"), [("in place", "writes into its argument"), ("listed", "besides tensors")])
-def test_functions_that_cannot_be_followed(name: str, word: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("in place", ["InPlace", "writes into its argument"]),
+        ("listed", ["Listed", "besides tensors"]),
+        ("drawn", ["Drawn", "draws random numbers"]),
+    ],
+)
+def test_functions_that_cannot_be_followed(name: str, words: list[str]) -> None:
     for error in run_raises(2, followed, name, "h2", True):
-        assert word in str(error) and name.split()[0].title()[:4] in str(error)
+        assert all(word in str(error) for word in words), error
 
 
 # -- hooks
@@ -362,6 +382,23 @@ class Branches(Selects):
         if y.mean() > 0:
             return y * 2
         return y
+
+
+class Clips(Selects):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.conv.weight.clamp_(-0.1, 0.1)
+        y: Tensor = self.conv(x)
+        return y
+
+
+def clips() -> None:
+    distfx.parallelize(Clips(), distfx.Grid.parse("h2"))(torch.randn(2, 3, 8, 8))
+
+
+def test_writes_into_what_is_trained() -> None:
+    for error in run_raises(2, clips):
+        assert "conv.weight" in str(error) and "is trained" in str(error) and "test_custom.py" in str(error)
 
 
 def selects() -> None:

@@ -1,8 +1,10 @@
-"""What a parallel model is given: tensors whole, sharded or cut otherwise, one or several, by place or by keyword."""
+"""What a parallel model is given and returns: tensors whole, sharded or cut otherwise, several, nested, by keyword."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -122,3 +124,38 @@ def keywords() -> float:
 
 def test_keywords_in_any_order_and_other_arguments() -> None:
     assert max(run(2, keywords)) < 1e-12
+
+
+@dataclass
+class Scored:
+    """What a model may return, unknown to torch.export."""
+
+    image: Tensor
+    scores: dict[str, Tensor]
+    nothing: Tensor | None = None
+
+
+class Scores(Image):
+    def forward(self, x: Tensor) -> list[Scored]:  # type: ignore[override]
+        y = super().forward(x)
+        return [Scored(y, {"mean": y.mean((2, 3))})]
+
+
+def dataclasses_out() -> list[float]:
+    torch.manual_seed(0)
+    model = Scores().double()
+    plain = copy.deepcopy(model)
+    net = distfx.parallelize(model, distfx.Grid.parse("h2"))
+    x = torch.randn(2, 3, 8, 7, dtype=torch.float64)
+    (have,), (want,) = net(x), plain(x)
+    assert type(have) is Scored and have.nothing is None
+    have.scores["mean"].square().sum().backward()
+    want.scores["mean"].square().sum().backward()
+    errors = [relative(have.image, want.image), relative(have.scores["mean"], want.scores["mean"])]
+    pairs = zip(net.parameters(), plain.parameters(), strict=True)
+    return errors + [relative(p.grad.full_tensor(), q.grad) for p, q in pairs]
+
+
+def test_dataclasses_are_returned_as_such() -> None:
+    for errors in run(2, dataclasses_out):
+        assert max(errors) < 1e-10

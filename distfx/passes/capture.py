@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,7 @@ import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.export import Dim
+from torch.export import Dim, register_dataclass
 from torch.export import _trace as torch_export
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import checkpoint
@@ -208,8 +208,11 @@ def numbers_of(model: nn.Module) -> Numbers:
 
 def changed_numbers(numbers: Numbers) -> dict[str, str]:
     """Those that have another value by now, with both."""
-    now = {key: (value, owner.get(name)) for key, (owner, name, value) in numbers.items()}
-    return {key: f"{old!r}, now {new!r}" for key, (old, new) in now.items() if new is not old and new != old}
+    return {
+        key: f"{old!r}, now {new!r}"
+        for key, (owner, name, old) in numbers.items()
+        if (new := owner.get(name)) is not old and new != old
+    }
 
 
 @contextmanager
@@ -223,6 +226,14 @@ def numbers_kept(model: nn.Module) -> Iterator[list[str]]:
         seen.remove()
         for owner, name, value in numbers.values():
             owner[name] = value
+
+
+def _know_outputs(model: nn.Module, args: Any, output: Any) -> None:
+    """Dataclasses that a model returns become known to torch.export, whose fields it then sees."""
+    for leaf in pytree.tree_leaves(output):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            register_dataclass(type(leaf))
+            _know_outputs(model, args, leaf)
 
 
 def _check_sizes(captured: Capture) -> None:
@@ -261,7 +272,7 @@ def capture(
 
     with (
         mode.on(model), _silence(), without_modes(), own_functions(), _through_checkpoints() as checkpoints,
-        numbers_kept(model) as counted,
+        numbers_kept(model) as counted, model.register_forward_hook(_know_outputs),
     ):  # fmt: skip
         program = _export(model, examples, keywords, guess)
     module = program.module(check_guards=False)
@@ -482,7 +493,9 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
         if node.op == "call_function":
             done = functional(new, node)
             if done is None:
-                mutated.add(str(written_whole(node.args[0]).target))  # type: ignore[union-attr]
+                buffer = written_whole(node.args[0])
+                assert buffer is not None
+                mutated.add(str(buffer.target))
                 continue
             values[node] = done
             if writes(node) and done.target is not node.target:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distfx import ops
 from distfx.errors import CaptureError
@@ -39,41 +40,45 @@ _known: dict[Any, tuple[Any, list[Any]]] = {}
 _names: dict[str, int] = {}
 
 
+_apply: Any = Function.apply.__func__  # type: ignore[attr-defined]
+_plain = types.FunctionType(_apply.__code__, _apply.__globals__, "apply", _apply.__defaults__, _apply.__closure__)
+
+
 class _Trampoline:
     """Its code takes the place of ``Function.apply``'s, so that calls through references made before arrive, too."""
 
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        from distfx.passes.custom import _traced  # it runs among the names of torch.autograd.function
+
         __class__  # type: ignore[name-defined]  # noqa: B018  (both codes must have this one free variable)
-        return torch.autograd.function._distfx_apply(cls, args, kwargs)  # type: ignore[attr-defined]
+        return _traced(cls, args, kwargs)
+
+
+def _traced(cls: Any, args: Any, kwargs: Any) -> Any:
+    """A call of ``cls.apply`` while a model is traced, be it the model's or not."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    of_torch = cls.__module__.partition(".")[0] == "torch"
+    if of_torch or not torch.is_grad_enabled() or not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        return _plain(cls, *args, **kwargs)
+    call = _Call(cls, leaves, spec)
+    if call.key not in _known:
+        constants = [leaf for leaf in leaves if not _is_operand(leaf)]  # kept: the key may have their numbers
+        _known[call.key] = _elsewhere(call.decide), constants
+    operator, _ = _known[call.key]
+    return _plain(cls, *args, **kwargs) if operator is None else operator(*call.operands(leaves))
 
 
 @contextmanager
 def own_functions() -> Iterator[None]:
     """While a model is traced, calls of its functions become operators where they must, what it does to ``.data`` is
     seen, and hooks on gradients are refused."""
-    apply = Function.apply.__func__  # type: ignore[attr-defined]
-    code = apply.__code__
-    plain = types.FunctionType(code, apply.__globals__, apply.__name__, apply.__defaults__, apply.__closure__)
-
-    def traced(cls: type[Function], args: Any, kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        of_torch = cls.__module__.partition(".")[0] == "torch"
-        if of_torch or not torch.is_grad_enabled() or not any(isinstance(leaf, FakeTensor) for leaf in leaves):
-            return plain(cls, *args, **kwargs)
-        call = _Call(cls, leaves, spec)
-        if call.key not in _known:
-            constants = [leaf for leaf in leaves if not _is_operand(leaf)]  # kept: the key may have their numbers
-            _known[call.key] = _elsewhere(call.decide), constants
-        operator, _ = _known[call.key]
-        return plain(cls, *args, **kwargs) if operator is None else operator(*call.operands(leaves))
-
-    torch.autograd.function._distfx_apply = traced  # type: ignore[attr-defined]
-    apply.__code__ = _Trampoline.apply.__code__
+    before = _apply.__code__
+    _apply.__code__ = _Trampoline.apply.__code__
     try:
         with patch.object(Tensor, "register_hook", _refuse_hook), patch.object(FakeTensor, "data", _DATA, create=True):
             yield
     finally:
-        apply.__code__ = code
+        _apply.__code__ = before
 
 
 def _refuse_data(tensor: Tensor, value: Any) -> None:
@@ -110,6 +115,19 @@ def _elsewhere(action: Callable[[], Any]) -> Any:
     """In a thread of its own, where none of the modes of the trace is on."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(action).result()
+
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class _Draws(TorchDispatchMode):
+    """Whether anything that runs draws random numbers: ranks would not draw the same."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found = self.found or _RANDOM in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 class _Context(FunctionCtx):
@@ -212,7 +230,7 @@ class _Call:
     def _define(self, *, local: bool) -> Any:
         operands, free = self.operands(self.leaves), self._without_tensors()
         fake = next(leaf for leaf in operands if isinstance(leaf, FakeTensor))
-        with fake.fake_mode:
+        with fake.fake_mode, _Draws() as draws:
             result = self.inlined(*operands)
         single = isinstance(result, Tensor)
         if not single and not (isinstance(result, tuple) and all(isinstance(each, Tensor) for each in result)):
@@ -226,7 +244,8 @@ class _Call:
         kinds = ("Tensor" if isinstance(leaf, Tensor) else "SymInt" for leaf in operands)
         given = ", ".join(f"{kind} x{i}" for i, kind in enumerate(kinds))
         gives = "Tensor" if single else f"({', '.join(['Tensor'] * len(result))})"
-        _library.define(f"{name}({given}) -> {gives}", tags=(torch.Tag.pointwise,) if local else ())
+        tags = [tag for tag, has in ((torch.Tag.pointwise, local), (_RANDOM, draws.found)) if has]
+        _library.define(f"{name}({given}) -> {gives}", tags=tags)
 
         def shapes(*given: Any) -> Any:
             return pytree.tree_map(torch.empty_like, free.inlined(*given))
@@ -270,7 +289,9 @@ def _derived(
     tensors = [value.detach() if isinstance(value, Tensor) else value for value in operands]
     leaves = [t.requires_grad_() for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
     given = [t.clone() if isinstance(t, Tensor) else t for t in tensors]
-    results = [leaf for leaf in pytree.tree_leaves(function(*given)) if isinstance(leaf, Tensor)]
+    with torch.random.fork_rng(devices=[]):  # the same numbers each time, and none of the user's
+        torch.manual_seed(0)
+        results = [leaf for leaf in pytree.tree_leaves(function(*given)) if isinstance(leaf, Tensor)]
     if not may_write and any(isinstance(t, Tensor) and not t.equal(g) for t, g in zip(tensors, given, strict=True)):
         raise _WritesError
     roots = [(r, w.to(r.dtype)) for r, w in zip(results, weights or _weights(results), strict=True) if r.requires_grad]

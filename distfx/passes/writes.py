@@ -161,6 +161,12 @@ def functional_form(node: Node) -> Any:
     return _WITHOUT_NAMESAKE.get(target, namesake)
 
 
+def _trains(root: Node) -> bool:
+    """Whether what a captured graph holds here is a parameter that has a gradient."""
+    held = dict(root.graph.owning_module.named_parameters(remove_duplicate=False))  # type: ignore[union-attr]
+    return str(root.target) in held and held[str(root.target)].requires_grad
+
+
 def functional(node: Node, old: Node) -> Node | None:
     """The node without side effects. ``None`` for a write into a buffer, which stays."""
     target = node.target
@@ -177,6 +183,11 @@ def functional(node: Node, old: Node) -> Node | None:
             raise CaptureError(
                 f"{describe(node)}: {target} writes into a part of {root.target}, which distfx cannot follow. "
                 "Write the whole buffer (self.buffer.copy_(...))."
+            )
+        if _trains(root):
+            raise CaptureError(
+                f"{describe(node)}: {target} writes into {root.target}, a parameter that is trained, whose gradient "
+                "would be lost. Change it between the steps (on net's parameters), or compute with a changed copy."
             )
         return None
     overload = functional_form(node)
