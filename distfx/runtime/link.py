@@ -22,6 +22,7 @@ from distfx.runtime.failure import During
 from distfx.runtime.functions import RunMove
 from distfx.runtime.halo_conv import HaloConvolution
 from distfx.runtime.halves import start
+from distfx.runtime.inplace import overwrite
 from distfx.runtime.kernels import KERNELS as PLAIN
 from distfx.runtime.kernels import BatchNorm, Zero, convolution
 from distfx.runtime.norm import Norm
@@ -76,6 +77,7 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
     for node in list(graph.nodes):
         if node.op == "call_function" and (halo := _own_halo(node)) is not None:
             _fuse(node, halo, grid)
+    overwrite(graph)
     for node in list(graph.nodes):
         if node.op == "get_attr":
             continue

@@ -1,0 +1,162 @@
+"""Activations and sums that are written over their operand: right everywhere, and what they save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import distfx
+from tests.exact import check
+from tests.models import on
+from tests.ranks import run
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "leaky": lambda: nn.LeakyReLU(0.2),
+    "leaky, falling": lambda: nn.LeakyReLU(-0.5),
+    "hardtanh": nn.Hardtanh,
+    "elu": lambda: nn.ELU(0.7),
+    "elu, falling": lambda: nn.ELU(-0.7),
+    "selu": nn.SELU,
+}
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "none": lambda c: nn.Identity(),
+    "batch": nn.BatchNorm2d,
+    "instance": lambda c: nn.InstanceNorm2d(c, affine=True),
+    "instance, plain": nn.InstanceNorm2d,
+    "group": lambda c: nn.GroupNorm(2, c),
+}
+
+
+class Block(nn.Module):
+    """Convolution, norm, activation, a sum with the input, an activation of that."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], activation: Callable[[], nn.Module], channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm, self.activation, self.again = norm(channels), activation(), activation()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activation(self.norm(self.conv(x)))
+        y = self.norm(self.conv(y))
+        y = y + x
+        return self.again(y)
+
+
+class Blocks(nn.Module):
+    """Beside each other, one of each activation with a norm."""
+
+    def __init__(self, norm: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(NORMS[norm], activation, 4) for activation in ACTIVATIONS.values())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(block(x) for block in self.blocks)
+
+
+@on("", "h2", "n2c2")
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_norm_and_activation_is_exact(world: int, grid: str, norm: str) -> None:
+    for train in (True, False):
+        check(Blocks, grid, [(4, 4, 6, 5)], kwargs={"norm": norm}, loss=_weighted, train=train)
+
+
+class Read(nn.Module):
+    """Operands that others read as well, before or after, or that are not the model's to overwrite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.register_buffer("held", torch.randn(1, 3, 1, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.one(x)
+        a = F.relu(y) + y
+        z = self.two(a)
+        view = z.flatten(1)
+        b = F.leaky_relu(z, 0.1)
+        c = view.sum(1) + b.sum((1, 2, 3))
+        twice = self.one(z)
+        d = twice + twice
+        e = F.relu(x) + self.held
+        kept = torch.sigmoid(self.two(x))
+        f = kept + x
+        wide = self.one(x).mean(1, keepdim=True) + x
+        g = self.two(x) - x
+        return a, b, c, d, e, F.relu(f), wide, F.elu(g), F.relu(torch.add(self.one(x), x, alpha=2))
+
+
+@on("", "h2", "n2", "c2")
+def test_what_others_read_stays(world: int, grid: str) -> None:
+    check(Read, grid, [(4, 3, 6, 5)], loss=_weighted)
+
+
+def _weighted(results: Any) -> Tensor:
+    return sum((result * torch.linspace(1, 2, result.numel()).view_as(result)).mean() for result in results)
+
+
+def _saved(module: nn.Module, x: Tensor) -> int:
+    """Bytes that autograd keeps, each storage once, without parameters."""
+    kept: dict[int, int] = {}
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    own = {p.untyped_storage().data_ptr() for p in held}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = module(x)
+    del result
+    return sum(kept.values())
+
+
+def _compare_saved(norm: str, activation: str) -> tuple[int, int, int]:
+    def build(inplace: bool) -> nn.Module:
+        made = ACTIVATIONS[activation]
+        layers = [(nn.Conv2d(4, 4, 3, padding=1), NORMS[norm](4), made()) for _ in range(4)]
+        stack = nn.Sequential(*(layer for block in layers for layer in block))
+        for module in stack.modules():
+            if hasattr(module, "inplace"):
+                module.inplace = inplace
+        return stack
+
+    x = torch.randn(2, 4, 32, 32)
+    net = distfx.parallelize(build(False), distfx.Grid())
+    net(x)
+    return _saved(build(False), x), _saved(build(True), x), _saved(net, x)
+
+
+@pytest.mark.parametrize("norm", ["none", "batch", "instance", "group"])
+@pytest.mark.parametrize("activation", ["relu", "leaky", "elu"])
+def test_one_rank_keeps_what_the_model_in_place_keeps(norm: str, activation: str) -> None:
+    ((copies, in_place, ours),) = run(1, _compare_saved, norm, activation)
+    assert ours <= in_place
+    if activation != "relu":  # whose result is all that it keeps, either way
+        assert ours < 0.8 * copies
+
+
+def _halves() -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(nn.BatchNorm2d, nn.LeakyReLU, 4), Block(nn.BatchNorm2d, nn.ELU, 4))
+    net = distfx.parallelize(model, distfx.Grid())
+    x = torch.randn(2, 4, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        have, want = net(x), model(x)
+    assert have.dtype == want.dtype
+    torch.testing.assert_close(have, want, rtol=0.02, atol=0.02)
+    have.sum().backward()
+    return [name for name, p in net.named_parameters() if p.grad is None]
+
+
+def test_a_sum_of_two_dtypes_is_promoted() -> None:
+    """Under autocast the block's sum is of a bfloat16 and a float32 tensor."""
+    assert run(1, _halves) == [[]]
