@@ -59,6 +59,9 @@ MANY_GRAPHS = 16
 KEPT = 256
 """So many bound graphs are kept; the one that was not used for longest goes first."""
 
+FLAGS = 62
+"""So many inputs of a call are looked at for being parts already."""
+
 SLOW = 30.0
 """Seconds after which a user is told what is being done."""
 
@@ -319,7 +322,9 @@ class Engine:
         held = ready(None)
         state = _state(held)
         said = [f"{name} = {values}" for name, values in changed_numbers(self.numbers.get(mode, {})).items()]
-        agree(self.grid.size, "inputs or parameters", "\n".join((*key, *said, self._state_text(held, state))))
+        fits = self._fits(mode, tensors)
+        text = "\n".join((*key, *said, self._state_text(held, state)))
+        common = agree(self.grid.size, "inputs or parameters", text, fits or 0)
         if said:
             raise DistfxError(
                 f"attributes of the model have changed, which its graph has fixed: {'; '.join(said)}. Parallelize "
@@ -327,7 +332,10 @@ class Engine:
             )
         self.compile_together(mode, args, kwargs)
         self._plan_again(mode, tensors)
-        local = self._agree_on_parts(self.compiled[mode][0], tensors)
+        if fits is None:  # there was no graph yet to look it up in
+            common = agree(self.grid.size, "inputs", "", self._fits(mode, tensors) or 0)
+        local = [bool(common >> i & 1) for i in range(len(tensors))]
+        self._warn_of_gathers(self.compiled[mode][0], tensors, local)
         entry = (mode, key, tuple(local), state)
         if entry not in self.prepared:
             number, specs, values = self._fit(mode, args, kwargs, tensors, ready)
@@ -475,34 +483,37 @@ class Engine:
         assert isinstance(layout, Layout)
         return layout
 
-    def _agree_on_parts(self, compiled: Compiled, tensors: Sequence[Tensor]) -> list[bool]:
-        """Which inputs come as the parts that the plan has, on all ranks: if a DTensor's do on some only, on none."""
-        if not any(isinstance(tensor, DTensor) for tensor in tensors):
-            return [False] * len(tensors)
-        names = [spec.name for spec in compiled.capture.inputs]
-        known = len(names) == len(tensors)
-        fits = [known and self._is_local(compiled, n, t) for n, t in zip(names, tensors, strict=False)]
-        flags = torch.tensor([int(fit) for fit in fits] + [0] * (len(tensors) - len(fits)))
-        if self.grid.size > 1:
-            dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=host_group())
-        taken = [bool(flag) for flag in flags.tolist()]
-        for spec, tensor, own in zip(compiled.capture.inputs, tensors, taken, strict=False):
-            self._warn_of_gather(compiled, spec.name, tensor, own)
-        return taken
+    def _fits(self, mode: Mode, tensors: Sequence[Tensor]) -> int | None:
+        """A bit for each input that comes as the part that the plan has; ``None`` where there is no plan yet.
 
-    def _warn_of_gather(self, compiled: Compiled, name: str, tensor: Tensor, own: bool) -> None:
+        An input of which that holds on some ranks only is taken on none.
+        """
+        if not any(isinstance(tensor, DTensor) for tensor in tensors):
+            return 0
+        if not self.agreed[mode] or (self.guessed and mode not in self.settled):
+            return None
+        compiled = self.compiled[mode][0]
+        names = [spec.name for spec in compiled.capture.inputs]
+        if len(names) != len(tensors):
+            return 0
+        pairs = list(zip(names, tensors, strict=True))[:FLAGS]
+        return sum(1 << i for i, (name, tensor) in enumerate(pairs) if self._is_local(compiled, name, tensor))
+
+    def _warn_of_gathers(self, compiled: Compiled, tensors: Sequence[Tensor], local: Sequence[bool]) -> None:
         """An input that does not fit a rank must not become whole there without a word."""
-        if own or not isinstance(tensor, DTensor) or not any(placed.is_shard() for placed in tensor.placements):
-            return
-        once = f"gathered: {name}"
-        if once in self.warned:
-            return
-        self.warned.add(once)
-        self._warn(
-            f"the input {name}, a DTensor {tuple(tensor.shape)} split by {tensor.placements} on {tensor.device_mesh}, "
-            f"is gathered on every rank: the plan has it as {self.input_layout(compiled, name)}, whose parts are "
-            "net.input_slices(...) (DTensor.from_local with these, on net.grid.mesh, is taken as it is)"
-        )
+        for spec, tensor, own in zip(compiled.capture.inputs, tensors, local, strict=False):
+            if own or not isinstance(tensor, DTensor) or not any(placed.is_shard() for placed in tensor.placements):
+                continue
+            once = f"gathered: {spec.name}"
+            if once in self.warned:
+                continue
+            self.warned.add(once)
+            self._warn(
+                f"the input {spec.name}, a DTensor {tuple(tensor.shape)} split by {tensor.placements} on "
+                f"{tensor.device_mesh}, is gathered on every rank: the plan has it as "
+                f"{self.input_layout(compiled, spec.name)}, whose parts are net.input_slices(...) "
+                "(DTensor.from_local with these, on net.grid.mesh, is taken as it is)"
+            )
 
     def _is_local(self, compiled: Compiled, name: str, tensor: Tensor) -> bool:
         """Whether a DTensor input is split just as the plan has it."""

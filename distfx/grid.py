@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,9 +54,11 @@ class Segment:
     def size(self) -> int:
         return len(self.members)
 
-    def group_rank(self, member: int) -> int:
-        """The rank inside the process group of the ``member``-th member (groups are ordered by global rank)."""
-        return sorted(self.members).index(self.members[member])
+    @cached_property
+    def group_ranks(self) -> tuple[int, ...]:
+        """Each member's rank inside the process group, which is ordered by global rank."""
+        ordered = sorted(self.members)
+        return tuple(ordered.index(member) for member in self.members)
 
 
 _groups: dict[frozenset[int], Any] = {}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["Entry", "Ledger", "allreduce_bytes", "allreduce_messages", "record", "record_comm"]
+__all__ = ["Entry", "Ledger", "allreduce_bytes", "allreduce_messages", "is_open", "record", "record_comm"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ def record_comm() -> Iterator[Ledger]:
         yield ledger
     finally:
         _open[:] = [other for other in _open if other is not ledger]
+
+
+def is_open() -> bool:
+    """Whether anybody counts."""
+    return bool(_open)
 
 
 def record(node: str, move: str, axes: tuple[str, ...], phase: str, nbytes: int, messages: int) -> None:

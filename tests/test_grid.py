@@ -142,7 +142,7 @@ def test_coordinates_and_members(text: str) -> None:
                 assert (segment.axes, segment.members, segment.size) == (axes, members, len(members))
                 assert members[segment.index] == rank and segment.group is None
                 for i, member in enumerate(members):
-                    assert segment.group_rank(i) == sorted(members).index(member)
+                    assert segment.group_ranks[i] == sorted(members).index(member)
 
 
 def test_segments_partition_the_ranks() -> None:

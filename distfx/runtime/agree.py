@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import operator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -37,18 +39,22 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def agree(world: int, what: str, mine: str) -> None:
-    """Raise on every rank if ``mine`` is not the same text on all of them. One message of eight bytes if it is."""
+def agree(world: int, what: str, mine: str, flags: int = 0) -> int:
+    """Raise on every rank if ``mine`` is not the same text on all of them. One message of 16 bytes if it is.
+
+    Gives those bits of ``flags`` (62 at most) that are set on every rank.
+    """
     if world == 1:
-        return
-    own = torch.tensor([digest(mine)], dtype=torch.int64)
-    every = torch.empty(world, dtype=torch.int64)
+        return flags
+    own = torch.tensor([digest(mine), flags], dtype=torch.int64)
+    every = torch.empty(2 * world, dtype=torch.int64)
     texts: list[Any] = [None] * world
     with During(f"comparison of the ranks' {what}"):
         group = host_group()
         dist.all_gather_single(every, own, group=group)
-        if bool((every == own).all()):
-            return
+        digests, given = every[::2].tolist(), every[1::2].tolist()
+        if len(set(digests)) == 1:
+            return reduce(operator.and_, given)
         dist.all_gather_object(texts, mine, group=group)
     raise RankMismatchError(_difference(what, texts))
 

@@ -34,6 +34,9 @@ def lowered_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else x.dtype
 
 
-def lowered(*tensors: Tensor | None) -> list[Any]:
+def lowered(x: Tensor, *others: Tensor | None) -> list[Any]:
     """Operands of a convolution as autocast casts them; as they are where it is off."""
+    tensors = (x, *others)
+    if not torch.is_autocast_enabled(x.device.type):
+        return list(tensors)
     return [None if t is None else t.to(lowered_dtype(t)) for t in tensors]

@@ -33,6 +33,7 @@ class RunMove:
     ) -> None:
         self.move, self.segment, self.node, self.path = move, segment, node, path
         self.__name__ = name or move.name
+        self.during = {phase: During(self.__name__, node, path, segment, phase) for phase in ("forward", "backward")}
 
     def __call__(self, x: Tensor) -> Tensor:
         return _Whole.apply(x, self)
@@ -43,13 +44,14 @@ class RunMove:
 
     def begin(self, half: Half, phase: str, itemsize: int, action: Callable[[], Pending[T]]) -> Pending[T]:
         """Start one half by ``action``, and enter it into the ledger."""
-        ledger.record(self.node, self.__name__, half.axes, phase, half.sent_bytes(itemsize), half.messages)
-        with During(self.__name__, self.node, self.path, self.segment, phase):
+        if ledger.is_open():
+            ledger.record(self.node, self.__name__, half.axes, phase, half.sent_bytes(itemsize), half.messages)
+        with self.during[phase]:
             return action()
 
     def wait(self, pending: Pending[T], phase: str) -> T:
         """The result of a half that was started."""
-        with During(self.__name__, self.node, self.path, self.segment, phase):
+        with self.during[phase]:
             return pending.wait()
 
     def __repr__(self) -> str:

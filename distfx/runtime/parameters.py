@@ -154,7 +154,7 @@ class _Late(torch.autograd.Function):
         ctx.flight = flight
         ctx.set_materialize_grads(False)  # a parameter that took no part has no gradient, as on one device
         ctx.specs = [p._spec for p in params]
-        return tuple(p.to_local().detach() for p in params)
+        return tuple(p._local_tensor.detach() for p in params)  # as to_local, which takes 10 us for each
 
     @staticmethod
     @once_differentiable

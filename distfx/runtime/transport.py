@@ -72,14 +72,14 @@ def send_receive(
     """Start all messages at once: ``(member, contiguous tensor)`` each. Wait for every work that is returned."""
     if not sends and not receives:
         return []
-    group = segment.group
+    group, ranks = segment.group, segment.group_ranks
     if segment.nccl and (sends or receives)[0][1].is_cuda:  # whose messages wait for each other unless in one batch
-        ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=segment.group_rank(m)) for m, t in receives]
-        ops += [dist.P2POp(dist.isend, t, group=group, group_peer=segment.group_rank(m)) for m, t in sends]
+        ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=ranks[m]) for m, t in receives]
+        ops += [dist.P2POp(dist.isend, t, group=group, group_peer=ranks[m]) for m, t in sends]
         return list(dist.batch_isend_irecv(ops))
-    ranks = segment.members
-    works: list[Work] = [Message(group.recv([t], segment.group_rank(m), 0), ranks[m]) for m, t in receives]
-    works += [Message(group.send([t], segment.group_rank(m), 0), ranks[m]) for m, t in sends]
+    members = segment.members
+    works: list[Work] = [Message(group.recv([t], ranks[m], 0), members[m]) for m, t in receives]
+    works += [Message(group.send([t], ranks[m], 0), members[m]) for m, t in sends]
     return works
 
 
