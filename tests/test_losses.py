@@ -181,3 +181,25 @@ def test_with_loss_refuses_what_it_cannot_join() -> None:
         distfx.with_loss(model, nn.MSELoss())
     with pytest.raises(distfx.DistfxError, match="the last positional argument"):
         distfx.with_loss(Segmenter(), nn.MSELoss())()
+
+
+def median_loss(y: Tensor, target: Tensor) -> Tensor:
+    return torch.quantile((y - target).square(), 0.5)
+
+
+class Median(nn.Module):
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        return median_loss(y, target)
+
+
+def strictly(criterion: Any) -> str:
+    example = torch.randn(2, 3, 8, 8), torch.randn(2, CLASSES, 8, 8)
+    with pytest.raises(distfx.DistfxError) as caught:
+        distfx.parallelize(distfx.with_loss(Segmenter(), criterion), "h2", example_inputs=example, strict=True)
+    return str(caught.value)
+
+
+def test_a_loss_without_a_rule_is_named_as_the_users() -> None:
+    of_function, of_module = (run(2, strictly, criterion)[0] for criterion in (median_loss, Median()))
+    assert "quantile in the loss" in of_function and "loss.py:" not in of_function.replace("test_losses.py:", "")
+    assert "quantile in criterion" in of_module and "test_losses.py:" in of_module

@@ -580,15 +580,17 @@ def _guards(graph: Graph, rename: Mapping[sympy.Symbol, sympy.Symbol]) -> tuple[
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
+_HERE = str(Path(__file__).parent.parent)
 
 
 def _meta(node: Node, sized: Any) -> dict[str, Any]:
     value = node.meta.get("val")
     stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     path = stack[-1] if stack and not stack[-1].startswith("_empty_nn_module_stack") else ""
-    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if "/torch/" not in f[0].replace("\\", "/")]
+    trace = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if "/torch/" not in f[0].replace("\\", "/")]
+    frames = [frame for frame in trace if not frame[0].startswith(_HERE)]
     meta: dict[str, Any] = {
-        "path": path,
+        "path": path or ("the loss" if trace and not frames else ""),  # of with_loss, if it is a function
         "source": (frames[-1][0], int(frames[-1][1]), frames[-1][3]) if frames else None,
     }
     if "autocast" in node.meta:
