@@ -13,6 +13,7 @@ from distfx.errors import CaptureError
 from distfx.passes.nodes import arguments, aten, describe
 
 __all__ = [
+    "IN_PLACE",
     "MAYBE_COPIES",
     "NO_GRAD",
     "UNSAID",
@@ -48,6 +49,9 @@ MAYBE_COPIES = (
     aten.to.other,
 )
 """Operators that give a view where they can, else a copy."""
+
+IN_PLACE = "in_place"
+"""In ``meta``: the model writes the result over the first operand, whose dtype it has, whatever the others are."""
 
 NO_GRAD = "no_grad"
 """In ``meta``: the region ``with torch.no_grad()`` that a node comes from."""
@@ -201,6 +205,8 @@ def functional(node: Node, old: Node) -> Node | None:
         )
     if target is aten.copy_.default:
         node.args, node.kwargs = (node.args[1],), {}
+    elif len(node.all_input_nodes) > 1:
+        node.meta[IN_PLACE] = True
     node.target = overload
     node._rename(name[:-1])
     return node

@@ -7,6 +7,7 @@ instead of the operand besides: a third of all that layers of convolution, norm 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -16,7 +17,7 @@ from torch.fx import Graph, Node
 from distfx import ops
 from distfx.runtime.halo_conv import HaloConvolution
 
-__all__ = ["overwrite"]
+__all__ = ["OfFirst", "overwrite"]
 
 aten = torch.ops.aten
 
@@ -60,10 +61,22 @@ def _increases(node: Node) -> bool:
 
 def _add_in_place(node: Node) -> None:
     first, second = node.args
+    own = node.meta.get("in_place")
     if _is_spare(first) and _alike(first, node):
-        node.target = add_into
-    elif not node.kwargs and _is_spare(second) and _alike(second, node):
+        node.target = aten.add_.Tensor if own else add_into
+    elif not own and not node.kwargs and _is_spare(second) and _alike(second, node):
         node.target, node.args = add_into, (second, first)
+
+
+class OfFirst:
+    """A call that the model makes in place: its result has the first operand's dtype, whatever the others are."""
+
+    def __init__(self, target: Callable[..., Tensor]) -> None:
+        self.target = target
+        self.__name__ = getattr(target, "__name__", str(target))
+
+    def __call__(self, first: Tensor, *others: Any, **kwargs: Any) -> Tensor:
+        return self.target(first, *others, **kwargs).to(first.dtype)
 
 
 def add_into(result: Tensor, other: Any, **kwargs: Any) -> Tensor:
@@ -84,6 +97,8 @@ def _is_spare(value: Any) -> TypeGuard[Node]:
 def _is_new(node: Node) -> bool:
     if node.target is ops.norm:  # which keeps what it has standardised, but neither scales nor shifts that in place
         return any(parameter is not None for parameter in node.args[1:])
+    if node.target is aten.add_.Tensor:  # else into a buffer
+        return "in_place" in node.meta
     return isinstance(node.target, HaloConvolution) or node.target in (*_NEW, add_into)
 
 

@@ -22,7 +22,7 @@ from distfx.runtime.failure import During
 from distfx.runtime.functions import RunMove
 from distfx.runtime.halo_conv import HaloConvolution
 from distfx.runtime.halves import start
-from distfx.runtime.inplace import overwrite
+from distfx.runtime.inplace import OfFirst, overwrite
 from distfx.runtime.kernels import KERNELS as PLAIN
 from distfx.runtime.kernels import BatchNorm, Zero, convolution
 from distfx.runtime.norm import Norm
@@ -84,6 +84,8 @@ def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphMod
         if node.op == "call_function":
             node.args, node.kwargs = ops.on_device((node.args, node.kwargs), grid.device)
             _link_call(node, grid, gradients)
+            if node.meta.get("in_place") and isinstance(node.target, torch._ops.OpOverload):
+                node.target = OfFirst(node.target)
             if node.meta.get("autocast") is False and node.target is not operator.getitem:
                 node.target = InFull(node.target)
         for operand in [n for n in node.all_input_nodes if n.op == "get_attr"]:
