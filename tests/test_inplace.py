@@ -152,13 +152,17 @@ class Sums(nn.Module):
         self.conv, self.in_place = nn.Conv2d(4, 4, 3, padding=1), in_place
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        a, b, c = self.conv(x), self.conv(x), self.conv(x)
-        if self.in_place:
-            a += x
-            b *= x.double()
-            c += x.double().mean(1, keepdim=True)
-            return F.relu(a), b, c
-        return F.relu(a + x), b * x.double(), c + x.double().mean(1, keepdim=True)
+        a, b, c, d, e = (self.conv(x) for _ in range(5))
+        wide = x.double()
+        if not self.in_place:
+            return F.relu(a + x), b * wide, c + wide.mean(1, keepdim=True)
+        a += x
+        b *= wide
+        c += wide.mean(1, keepdim=True)
+        d[:, 1:3] *= wide[:, :1]
+        with torch.no_grad():
+            e -= wide
+        return F.relu(a), b, c, d, e
 
 
 def _dtypes(grid: str, in_place: bool, autocast: bool) -> tuple[list[torch.dtype], list[torch.dtype]]:

@@ -128,6 +128,16 @@ def normalised(x: Tensor) -> Tensor:
     return y
 
 
+def arithmetic(x: Tensor) -> Tensor:
+    """Operators that have another overload in place."""
+    y, z = x * 2, x.abs() + 0.5
+    y.abs_().add_(0.1).pow_(1.5)
+    z.pow_(3).clamp_(x * 0.1).lerp_(x, 0.25).addcmul_(x, x, value=0.5)
+    z[:, 1:].pow_(2)
+    z[:, :1].masked_fill_(x[:, :1] > 0, 0.5).div_(3)
+    return y + z.sub_(x, alpha=2)
+
+
 WRITES: list[Callable[[Tensor], Tensor]] = [
     boundary,
     stencil,
@@ -142,6 +152,7 @@ WRITES: list[Callable[[Tensor], Tensor]] = [
     up_to_a_size,
     by_way_of_detach,
     normalised,
+    arithmetic,
 ]
 
 

@@ -36,7 +36,7 @@ from distfx.passes.canonical import canonical, name_after_module
 from distfx.passes.custom import own_functions
 from distfx.passes.nodes import aten, describe
 from distfx.passes.views import put_back_writes
-from distfx.passes.writes import NO_GRAD, functional, results_apart, same_tensor, writes, written_whole
+from distfx.passes.writes import IN_PLACE, NO_GRAD, functional, results_apart, same_tensor, writes, written_whole
 from distfx.symbolic import Size, evaluate_shape, size_of
 
 __all__ = ["Capture", "InputSpec", "Mode", "capture", "infer_inputs"]
@@ -593,8 +593,7 @@ def _meta(node: Node, sized: Any) -> dict[str, Any]:
         "path": path or ("the loss" if trace and not frames else ""),  # of with_loss, if it is a function
         "source": (frames[-1][0], int(frames[-1][1]), frames[-1][3]) if frames else None,
     }
-    if "autocast" in node.meta:
-        meta["autocast"] = node.meta["autocast"]
+    meta |= {key: node.meta[key] for key in ("autocast", IN_PLACE) if key in node.meta}
     if isinstance(value, torch.Tensor):
         meta |= {"shape": tuple(sized(s) for s in value.shape), "dtype": value.dtype}
     elif _has_tensor(value):

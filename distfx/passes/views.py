@@ -21,11 +21,13 @@ from distfx import ops
 from distfx.errors import CaptureError
 from distfx.passes.nodes import arguments, aten
 from distfx.passes.writes import (
+    IN_PLACE,
     MAYBE_COPIES,
     NO_GRAD,
     UNSAID,
     functional_form,
     gives_view,
+    promotes,
     read_elsewhere,
     shares_memory,
     viewed,
@@ -94,6 +96,13 @@ def _region(node: Node) -> Any:
     return node.meta.get(NO_GRAD)
 
 
+def _root(view: Any) -> Any:
+    """What a view is a view of in the end."""
+    while isinstance(view, Node) and gives_view(view):
+        view = viewed(view)
+    return view
+
+
 def _put_back(graph: Graph, write: Node) -> None:
     written: Any = write.args[0]
     path = [written]
@@ -107,6 +116,9 @@ def _put_back(graph: Graph, write: Node) -> None:
     with graph.inserting_before(write):
         given = write.args[1:2] if write.target is aten.copy_.default else write.args
         inner = _call(graph, write, target, given, {} if target is aten.clone.default else dict(write.kwargs))
+        if target is not aten.clone.default and promotes(write):
+            inner.meta[IN_PLACE] = True
+            inner.meta["val"] = inner.meta["val"].to(written.meta["val"].dtype)
         new = {written: inner}
         for view, parent in itertools.pairwise(path):
             value = _whole(graph, write, view, parent, new[view])
@@ -116,6 +128,9 @@ def _put_back(graph: Graph, write: Node) -> None:
                     "read elsewhere, which distfx cannot follow. Write it out of place (y = f(x) instead of f_(x))."
                 )
             new[parent] = value
+        if any(writes(node) and _root(node.args[0]) is path[-1] for node in late):  # for these they are views again
+            for view, parent in reversed(list(itertools.pairwise(path))):
+                new[view] = new[parent] if writes(view) else _again(graph, write, view, parent, new[parent])
         found = [path[-1]]
         while found:  # other views of it
             whole = found.pop()
@@ -124,12 +139,12 @@ def _put_back(graph: Graph, write: Node) -> None:
                     if user not in new:
                         new[user] = new[whole] if writes(user) else _again(graph, write, user, whole, new[whole])
                     found.append(user)
-        outside, origin = inner, _origin(write)
+        outside, origin = new[written], _origin(write)
         if origin is not None:
             inner.meta[_ORIGIN] = origin
             outside = new[origin] if origin in new else _call(graph, write, ops.straight, (origin, inner))
     for user in list(write.users):
-        user.replace_input_with(write, inner if _region(user) == _region(write) else outside)
+        user.replace_input_with(write, new[written] if _region(user) == _region(write) else outside)
     for old, value in new.items():
         for user in [user for user in old.users if user in late]:
             user.replace_input_with(old, value)

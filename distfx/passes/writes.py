@@ -20,6 +20,7 @@ __all__ = [
     "functional",
     "functional_form",
     "gives_view",
+    "promotes",
     "read_elsewhere",
     "results_apart",
     "same_tensor",
@@ -161,8 +162,20 @@ def functional_form(node: Node) -> Any:
         return aten.clone.default  # of what is copied
     name = target._schema.name.split("::")[1]
     packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
-    namesake = getattr(packet, target._overloadname, None) if packet is not None else None
-    return _WITHOUT_NAMESAKE.get(target, namesake)
+    if target in _WITHOUT_NAMESAKE or packet is None:
+        return _WITHOUT_NAMESAKE.get(target)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    fitting = [op for op in overloads if not op._schema.is_mutable and _takes(op) == _takes(target)]
+    return fitting[0] if fitting else getattr(packet, target._overloadname, None)
+
+
+def _takes(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
+
+
+def promotes(write: Node) -> bool:
+    """Whether what a write computes may have another dtype than what it is written into."""
+    return len(write.all_input_nodes) > 1
 
 
 def _trains(root: Node) -> bool:
@@ -205,7 +218,7 @@ def functional(node: Node, old: Node) -> Node | None:
         )
     if target is aten.copy_.default:
         node.args, node.kwargs = (node.args[1],), {}
-    elif len(node.all_input_nodes) > 1:
+    elif promotes(node):
         node.meta[IN_PLACE] = True
     node.target = overload
     node._rename(name[:-1])
