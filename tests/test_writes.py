@@ -138,6 +138,46 @@ def arithmetic(x: Tensor) -> Tensor:
     return y + z.sub_(x, alpha=2)
 
 
+def through_copies_that_are_none(x: Tensor) -> Tensor:
+    """What may be a copy, and is a view here: of a tensor that was written already, too."""
+    y = x * 1
+    same = y.to(x.dtype).contiguous()
+    y[:, :1] += 1
+    tokens = y.reshape(y.shape[0], y.shape[1], -1)
+    tokens[:, 1:] *= 2
+    same -= 1
+    y.flatten(1).mul_(3)
+    return y * tokens.view_as(y) + same
+
+
+def through_views_without_gradient(x: Tensor) -> Tensor:
+    """The values change without the gradient, then with it, through views made in between."""
+    y = x * 2
+    first = y[:, :1]
+    with torch.no_grad():
+        y.clamp_(-0.2, 0.2)
+    flat = y.reshape(y.shape[0], -1)
+    with torch.no_grad():
+        y.mul_(3)
+    flat += 1
+    first *= 2
+    z = y.detach()
+    z.clamp_(-1, 1)
+    y.flatten(2)[:, 1:] -= 1
+    return y * x + z
+
+
+def nothing(x: Tensor) -> Tensor:
+    """Parts that are empty."""
+    y = x * 1
+    y[:, 1:1] += 1
+    y[:, 0:0] *= 7
+    y[:, 4:] = 3
+    part = y[:, :2]
+    part *= 2
+    return y
+
+
 WRITES: list[Callable[[Tensor], Tensor]] = [
     boundary,
     stencil,
@@ -153,6 +193,9 @@ WRITES: list[Callable[[Tensor], Tensor]] = [
     by_way_of_detach,
     normalised,
     arithmetic,
+    through_copies_that_are_none,
+    through_views_without_gradient,
+    nothing,
 ]
 
 

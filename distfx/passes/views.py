@@ -24,6 +24,7 @@ from distfx.passes.writes import (
     IN_PLACE,
     MAYBE_COPIES,
     NO_GRAD,
+    SHARES,
     UNSAID,
     functional_form,
     gives_view,
@@ -51,12 +52,15 @@ _RESHAPED = (
     aten.reshape_as.default,
 )
 _TURNED = (aten.transpose.int, aten.t.default, aten.swapaxes.default, aten.swapdims.default, aten.mT.default)
-_SAME = (aten.alias.default, aten.contiguous.default, *UNSAID)
+_SAME = (aten.alias.default, *UNSAID, *(target for target in MAYBE_COPIES if target not in _RESHAPED))
 _ORIGIN = "origin"
 
 
 def put_back_writes(graph: Graph) -> None:
     """Rewrite, in place, the writes that others see."""
+    for node in graph.nodes:  # before operands are replaced, whose memory is another
+        if node.target in (*MAYBE_COPIES, aten.einsum.default):
+            node.meta[SHARES] = shares_memory(node)
     for node in list(graph.nodes):
         written = node.op == "call_function" and writes(node) and isinstance(node.args[0], Node)
         if node.target is aten.copy_.default:
@@ -130,14 +134,15 @@ def _put_back(graph: Graph, write: Node) -> None:
             new[parent] = value
         if any(writes(node) and _root(node.args[0]) is path[-1] for node in late):  # for these they are views again
             for view, parent in reversed(list(itertools.pairwise(path))):
-                new[view] = new[parent] if writes(view) else _again(graph, write, view, parent, new[parent])
+                new[view] = _again(graph, write, view, parent, new[parent])
         found = [path[-1]]
         while found:  # other views of it
             whole = found.pop()
             for user in list(whole.users):
-                if gives_view(user) and user not in late and user is not write and viewed(user) is whole:
+                early = user in nodes and user not in late and user is not write
+                if early and gives_view(user) and viewed(user) is whole:
                     if user not in new:
-                        new[user] = new[whole] if writes(user) else _again(graph, write, user, whole, new[whole])
+                        new[user] = _again(graph, write, user, whole, new[whole])
                     found.append(user)
         outside, origin = new[written], _origin(write)
         if origin is not None:
@@ -182,10 +187,10 @@ def _whole(graph: Graph, write: Node, view: Node, parent: Node, new: Node) -> No
 
     if target is aten.detach.default:
         return call(ops.straight, parent, new)
-    if writes(view) or target in _SAME or target is ops.straight:
-        return new
     if target in MAYBE_COPIES and not shares_memory(view):
         return None
+    if writes(view) or target in _SAME or target is ops.straight:
+        return new
     if target in _RESHAPED:
         return call(aten.reshape.default, new, [size(parent, dim) for dim in range(rank)])
     if target in _TURNED:
@@ -216,7 +221,7 @@ def _cut_in(call: Any, whole: Node, piece: Node, dim: int, start: Any, end: Any)
     before = call(aten.slice.Tensor, whole, dim, 0, start)
     after = call(aten.slice.Tensor, whole, dim, end, _END)
     parts = [part for part in (before, piece, after) if not statically_known_true(part.meta["val"].shape[dim] == 0)]
-    result: Node = call(aten.cat.default, parts, dim) if len(parts) > 1 else piece
+    result: Node = call(aten.cat.default, parts, dim) if len(parts) > 1 else (*parts, piece)[0]
     return result
 
 
@@ -239,8 +244,13 @@ def _strided(call: Any, size: Any, whole: Node, piece: Node, dim: int, start: An
 
 def _again(graph: Graph, write: Node, view: Node, whole: Node, new: Node) -> Node:
     """A view, of another value."""
+    if writes(view) or view.target is ops.straight:  # the very tensor
+        return new
     args, kwargs = map_arg((view.args, view.kwargs), lambda n: new if n is whole else n)
-    return _call(graph, write, view.target, args, kwargs)
+    made = _call(graph, write, view.target, args, kwargs)
+    if SHARES in view.meta:
+        made.meta[SHARES] = view.meta[SHARES]
+    return made
 
 
 def _call(graph: Graph, write: Node, target: Any, args: Any, kwargs: Any = None) -> Node:

@@ -16,6 +16,7 @@ __all__ = [
     "IN_PLACE",
     "MAYBE_COPIES",
     "NO_GRAD",
+    "SHARES",
     "UNSAID",
     "functional",
     "functional_form",
@@ -51,6 +52,9 @@ MAYBE_COPIES = (
 )
 """Operators that give a view where they can, else a copy."""
 
+SHARES = "shares memory"
+"""In ``meta``: what is known of that, where operands have been replaced since."""
+
 IN_PLACE = "in_place"
 """In ``meta``: the model writes the result over the first operand, whose dtype it has, whatever the others are."""
 
@@ -78,6 +82,8 @@ def gives_view(node: Node) -> bool:
 
 def shares_memory(node: Node) -> bool:
     """Whether a value and what it was made of were one in the example. Not known across the border of a region."""
+    if SHARES in node.meta:
+        return bool(node.meta[SHARES])
     value, source = node.meta.get("val"), viewed(node).meta.get("val")
     both = isinstance(value, torch.Tensor) and isinstance(source, torch.Tensor)
     return both and bool(torch._C._is_alias_of(value, source))  # type: ignore[attr-defined]
