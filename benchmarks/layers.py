@@ -7,10 +7,11 @@
 (o) the overhead of the rewritten graph on one rank, against the plain model.
 
 Every rank has the part of the input that it works on. Each round has all contenders in another order, so that noise and
-what one leaves in caches hit all alike. Figures are of the slowest rank: medians over the rounds, and the ratio of the
-quarters that were fastest, since what disturbs a step only ever makes it slower. The allocator keeps freed memory:
-otherwise up to a tenth of a step is page faults, which hit now one, now another. Bytes and messages are what rank 0
-sends in a step; saved is what autograd keeps on rank 0 between forward and backward.
+what one leaves in caches hit all alike. Figures are of the slowest rank: medians over the rounds; their ratio, with the
+interval in which nine tenths of the ratios of rounds drawn anew lie; and the ratio of the quarters that were fastest,
+since what disturbs a step only ever makes it slower. The allocator keeps freed memory: otherwise up to a tenth of a
+step is page faults, which hit now one, now another. Bytes and messages are what rank 0 sends in a step; saved is what
+autograd keeps on rank 0 between forward and backward.
 """
 
 from __future__ import annotations
@@ -147,11 +148,23 @@ def fastest_quarter(values: Sequence[float]) -> float:
     return statistics.mean(sorted(values)[: max(1, len(values) // 4)])
 
 
+def interval(one: Sequence[float], other: Sequence[float], draws: int = 1000) -> str:
+    """Where the ratio of their medians lies with nine tenths of certainty: by drawing rounds anew."""
+    chance, rounds = random.Random(0), range(len(one))
+    ratios = []
+    for _ in range(draws):
+        drawn = chance.choices(rounds, k=len(rounds))
+        ratios.append(statistics.median(one[i] for i in drawn) / statistics.median(other[i] for i in drawn))
+    ratios.sort()
+    return f"{ratios[draws // 20]:.2f}-{ratios[-draws // 20 - 1]:.2f}"
+
+
 def report(title: str, times: dict[str, list[float]], runs: dict[str, Contender], weights: int, rank: int) -> None:
     medians = {name: statistics.median(values) for name, values in times.items()}
     quarters = {name: fastest_quarter(values) for name, values in times.items()}
     ddp = "DDP, 2 ranks"
-    heads = f"{'':26}{'median s':>10}{'DDP / it':>10}{'fastest':>10}{'sent':>12}{'messages':>10}{'saved':>10}"
+    heads = f"{'':26}{'median s':>10}{'DDP / it':>10}{'90 % in':>12}{'fastest':>10}"
+    heads += f"{'sent':>12}{'messages':>10}{'saved':>10}"
     lines = [f"\n{title}", heads]
     for name, contender in runs.items():
         saved = saved_bytes(contender)
@@ -162,7 +175,8 @@ def report(title: str, times: dict[str, list[float]], runs: dict[str, Contender]
             sent, messages = f"{weights / 1e6:.2f} MB", "-"
         if name.startswith("one"):
             sent, messages = "-", "-"
-        ratios = f"{medians[ddp] / medians[name]:10.2f}{quarters[ddp] / quarters[name]:10.2f}"
+        certain = interval(times[ddp], times[name])
+        ratios = f"{medians[ddp] / medians[name]:10.2f}{certain:>12}{quarters[ddp] / quarters[name]:10.2f}"
         lines.append(f"{name:26}{medians[name]:10.4f}{ratios}{sent:>12}{messages:>10}{saved / 1e6:7.0f} MB")
     if rank == 0:
         print("\n".join(lines), flush=True)

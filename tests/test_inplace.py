@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import distfx
+from distfx.runtime import inplace
 from tests.exact import check
 from tests.models import on
 from tests.ranks import run
+
+aten = torch.ops.aten
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -202,3 +205,56 @@ class Counter(nn.Module):
 @on("", "n2")
 def test_buffers_are_not_overwritten(world: int, grid: str) -> None:
     check(Counter, grid, [(4, 3, 4, 4)] * 3)
+
+
+class Large(nn.Module):
+    """Activations of more than ``inplace.LARGE`` elements: read by one layer, by two, by a sum, by a view, returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.norm, self.elu = nn.BatchNorm2d(4), nn.ELU(0.7)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        one, two, three = self.convs
+        a = F.relu(one(x))
+        b = self.elu(self.norm(two(a)))
+        c = F.leaky_relu(three(b), 0.1)
+        d = F.relu(two(x))
+        both = one(d) + two(d)
+        e = F.relu(three(c)) + both
+        f = F.relu(one(e)).flatten(2).cumsum(2)
+        g = F.relu(three(x))
+        return two(g) * g, e, f, F.relu(one(x))
+
+
+def test_large_gradients_are_overwritten_where_nobody_can_tell() -> None:
+    assert run(1, _overwriting) == [["relu_.default", "elu_.default", "leaky_relu_.default"]]
+
+
+def _overwriting() -> list[str]:
+    net = distfx.parallelize(Large(), distfx.Grid())
+    net(torch.randn(1, 4, 256, 256))
+    net(torch.randn(1, 4, 8, 8))
+    linked = [runnable.run for _, runnable in net._engine.prepared.values()]
+    return [
+        node.target.__name__.removeprefix("aten.")
+        for module in linked
+        for node in module.graph.nodes
+        if isinstance(node.target, inplace.Overwriting)
+    ]
+
+
+@on("", "h2", "n2")
+def test_large_activations_are_exact(world: int, grid: str) -> None:
+    check(Large, grid, [(2, 4, 256, 256)], loss=_weighted)
+
+
+@pytest.mark.parametrize("activation", [aten.relu_.default, aten.leaky_relu_.default, aten.elu_.default])
+def test_the_gradient_lies_where_that_of_the_result_lay(activation: Any) -> None:
+    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    result_grad = torch.randn(5, 7, dtype=torch.float64)
+    (want,) = torch.autograd.grad(activation(x.clone()), x, result_grad)
+    (have,) = torch.autograd.grad(inplace.Overwriting(activation)(x.clone()), x, result_grad)
+    assert torch.equal(have, want)
+    assert have.data_ptr() == result_grad.data_ptr()

@@ -3,15 +3,20 @@
 An activation or a sum may be written over an operand that is a tensor of its own, read by nothing else, and not kept
 by the call that made it. For some activations autograd then keeps the result, which the next layer keeps anyway,
 instead of the operand besides: a third of all that layers of convolution, norm and leaky ReLU keep for backward.
+
+Likewise, going back, the gradient of a large activation is written over that of its result, where the one call that
+reads the result made a new tensor for that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.fx import Graph, Node
 
 from distfx import ops
@@ -28,18 +33,33 @@ _ACTIVATIONS: dict[Any, Any] = {
 }
 """Those whose gradient autograd takes from their result."""
 
-_NEW = (
+_GRADIENTS: dict[Any, Callable[..., Tensor]] = {
+    aten.relu_.default: lambda grad, y: aten.threshold_backward.grad_input(grad, y, 0, grad_input=grad),
+    aten.leaky_relu_.default: lambda grad, y, slope=0.01: aten.leaky_relu_backward.grad_input(
+        grad, y, slope, True, grad_input=grad
+    ),
+    aten.elu_.default: lambda grad, y, alpha=1.0, scale=1.0, input_scale=1.0: aten.elu_backward.grad_input(
+        grad, alpha, scale, input_scale, True, y, grad_input=grad
+    ),
+}
+"""Their gradients, from that of the result, which is overwritten, and the result."""
+
+LARGE = 1 << 18
+"""Gradients of so many elements are overwritten: to make a new small one takes less time than a call from Python."""
+
+_NEW_BOTH_WAYS = (
     aten.convolution.default,
     aten.linear.default,
     aten.batch_norm.default,
     aten.instance_norm.default,
     aten.group_norm.default,
     aten.layer_norm.default,
-    aten.add.Tensor,
-    ops.add_bias,
     ops.batch_norm,
 )
-"""Calls that give a tensor of its own and do not need it for their gradient."""
+"""Calls that give a tensor of its own and do not need it for their gradient, which is a tensor of its own as well."""
+
+_NEW = (*_NEW_BOTH_WAYS, aten.add.Tensor, ops.add_bias)
+"""Calls of which the first half of that is true."""
 
 
 def overwrite(graph: Graph) -> None:
@@ -49,6 +69,8 @@ def overwrite(graph: Graph) -> None:
             continue
         if node.target in _ACTIVATIONS and _is_spare(node.args[0]) and _increases(node):
             node.target = _ACTIVATIONS[node.target]
+            if _gets_new_gradient(node):
+                node.target = Overwriting(node.target)
         elif node.target is aten.add.Tensor:
             _add_in_place(node)
 
@@ -66,6 +88,43 @@ def _add_in_place(node: Node) -> None:
         node.target = aten.add_.Tensor if own else add_into
     elif not own and not node.kwargs and _is_spare(second) and _alike(second, node):
         node.target, node.args = add_into, (second, first)
+
+
+def _gets_new_gradient(node: Node) -> bool:
+    """Whether the gradient of a large result comes from one call, which made it for this."""
+    if len(node.users) != 1 or node.kwargs or math.prod(node.meta["local"]) < LARGE:
+        return False
+    (user,) = node.users
+    made = isinstance(user.target, HaloConvolution) or user.target in _NEW_BOTH_WAYS
+    return made and user.args[0] is node and user.all_input_nodes.count(node) == 1
+
+
+class Overwriting:
+    """An activation that is written over its operand, and whose gradient is written over that of its result."""
+
+    def __init__(self, target: Callable[..., Tensor]) -> None:
+        self.target, self.gradient = target, _GRADIENTS[target]
+        self.__name__ = str(target)
+
+    def __call__(self, x: Tensor, *slopes: float) -> Tensor:
+        result: Tensor = _Overwriting.apply(x, self, slopes)
+        return result
+
+
+class _Overwriting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: Overwriting, slopes: tuple[float, ...]) -> Tensor:
+        ctx.activation, ctx.slopes = activation, slopes
+        ctx.mark_dirty(x)
+        activation.target(x, *slopes)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (result,) = ctx.saved_tensors
+        return ctx.activation.gradient(grad, result, *ctx.slopes), None, None
 
 
 class OfFirst:
