@@ -365,7 +365,8 @@ class Engine:
         shapes, dtypes = [tuple(t.shape) for t in tensors], [t.dtype for t in tensors]
         problem: SizeError | None = None
         values: Values = {}
-        for attempt in range(2):
+        for attempt in range(3):
+            but_for_ones = False
             for number, compiled in enumerate(self.compiled[mode]):
                 if compiled.capture.constants != constants_of((args, kwargs)):
                     continue
@@ -376,9 +377,11 @@ class Engine:
                     problem = problem or error
                     continue
                 self._check_batch(specs, tensors)
-                if compiled.capture.holds(values) and self._holds_for_ones(mode, number, values, args, kwargs):
-                    return number, specs, values
-            if attempt == 0:  # the model, or an operator, does something else for such sizes
+                if compiled.capture.holds(values):
+                    if self._holds_for_ones(mode, number, values, args, kwargs):
+                        return number, specs, values
+                    but_for_ones = True
+            if attempt == 0 or (attempt == 1 and but_for_ones):  # something else is done for such sizes
                 try:
                     self.compile_together(mode, args, kwargs, another=True)
                 except CaptureError:

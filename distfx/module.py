@@ -123,7 +123,7 @@ class ParallelModule(nn.Module):
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        """Gradients are parts of buckets, which torch cannot copy; they are copied one by one."""
+        """Without gradients, as torch copies a model; it would copy those of DTensors, but cannot parts of buckets."""
         held = {name: parameter.grad for name, parameter in self.named_parameters()}
         copied = self.__new__(type(self))
         memo[id(self)] = copied
@@ -133,9 +133,6 @@ class ParallelModule(nn.Module):
         finally:
             for name, parameter in self.named_parameters():
                 parameter.grad = held[name]
-        for name, parameter in copied.named_parameters():
-            grad = held[name]
-            parameter.grad = None if grad is None else grad.clone()
         return copied
 
     # --------------------------------------------------------------------------------------------------- modes

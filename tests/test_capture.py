@@ -206,11 +206,15 @@ class TreatsOneDifferently(nn.Module):
         y = self.conv(x)
         if self.how == "squeeze":
             return y.squeeze()
-        size = {"batch": x.shape[0], "height": x.shape[2]}.get(self.how, 2)
+        if self.how == "slice":
+            return y[:, 1:3]
+        if self.how == "small batch" and x.shape[2] < 5:
+            y = y * 3
+        size = {"batch": x.shape[0], "small batch": x.shape[0], "height": x.shape[2]}.get(self.how, 2)
         return y * 2 if size == 1 else y
 
 
-def call_both_ways(how: str, shapes: list[tuple[int, ...]]) -> list[bool]:
+def call_both_ways(how: str, shapes: list[tuple[int, ...]]) -> tuple[list[bool], int]:
     model = TreatsOneDifferently(how)
     net = distfx.parallelize(model, distfx.Grid())
     outcomes = []
@@ -218,14 +222,17 @@ def call_both_ways(how: str, shapes: list[tuple[int, ...]]) -> list[bool]:
         x = torch.randn(shape)
         have, want = net(x), model(x)
         outcomes.append(have.shape == want.shape and torch.allclose(have, want))
-    return outcomes
+    return outcomes, len(net._engine.compiled[net._mode])
 
 
-@pytest.mark.parametrize("how", ["nothing", "squeeze", "batch", "height"])
-def test_sizes_of_one(how: str) -> None:
-    shapes = [(4, 3, 8, 8), (1, 3, 8, 8), (2, 3, 1, 8), (3, 3, 8, 9)]
-    (outcomes,) = run(1, call_both_ways, how, shapes)
-    assert outcomes == [True] * 4, dict(zip(shapes, outcomes, strict=True))
+@pytest.mark.parametrize(
+    ("how", "graphs"), {"nothing": 1, "slice": 1, "squeeze": 3, "batch": 2, "height": 2, "small batch": 4}.items()
+)
+def test_sizes_of_one(how: str, graphs: int) -> None:
+    shapes = [(1, 3, 4, 8), (4, 3, 8, 8), (1, 3, 8, 8), (2, 3, 1, 8), (3, 3, 8, 9)]
+    ((outcomes, made),) = run(1, call_both_ways, how, shapes)
+    assert outcomes == [True] * len(shapes), dict(zip(shapes, outcomes, strict=True))
+    assert made == graphs
 
 
 # -- in place

@@ -346,6 +346,8 @@ def canonical(graph: Graph, node: Node) -> None:
         _shuffle(graph, node)
     elif target is aten.stack.default:
         _stacked(graph, node)
+    elif target is aten.slice.Tensor and source.meta["shape"] == node.meta["shape"] and arguments(node)["step"] == 1:  # type: ignore[union-attr]
+        node.target, node.args, node.kwargs = aten.alias.default, (source,), {}  # the first of y[:, :3]: all samples
     elif target in (aten.addmm.default, aten.baddbmm.default):
         _added_product(graph, node)
     elif target in (aten.cat.default, aten.concat.default) and len(source) == 1:  # type: ignore[arg-type]

@@ -79,7 +79,8 @@ class Capture:
         """Whether ``other`` makes the same calls, with the same shapes, where the sizes are ``values``."""
 
         def calls(capture: Capture) -> list[Any]:
-            nodes = [node for node in capture.graph.nodes if node.op == "call_function" and not node.meta.get("many")]
+            made = [node for node in capture.graph.nodes if node.op == "call_function" and not node.meta.get("many")]
+            nodes = [node for node in made if node.target is not aten.alias.default]
             return [(node.target, evaluate_shape(node.meta.get("shape") or (), values)) for node in nodes]
 
         return calls(self) == calls(other)
