@@ -19,6 +19,7 @@ from distfx.passes.compile import compile_capture
 from distfx.passes.planner import ALGORITHMS, Pins
 from distfx.plan import Plan
 from distfx.predict import gradient_buckets, plan_of
+from distfx.runtime.agree import together
 
 __all__ = ["explain", "parallelize", "plan"]
 
@@ -49,23 +50,30 @@ def parallelize(
         check: look at every value of each forward pass (inputs, parameters, buffers, results of operators and moves)
             and raise :class:`NonFiniteError` on all ranks, naming the first node with nan or inf on any of them. To
             find a fault: it is slow. Operators that are told to write infinities (masks) may; backward is not looked
-            at, a parameter that it has spoilt is found by the next forward pass.
+            at, a parameter that it has spoilt is found by the next forward pass. Inputs are compared across the ranks.
         batch_norm: the statistics of batch norms in training: ``"global"``, of the whole batch, as on one device;
             ``"local"``, of each rank's part; or of the parts along some axes together, such as ``"hw"``. Other than
             globally, the numbers depend on the grid; running statistics are the average over the parts.
     """
-    if not isinstance(model, nn.Module):
-        raise DistfxError(f"parallelize takes a torch.nn.Module, not {type(model).__name__}")
-    if isinstance(model, ParallelModule):
-        raise DistfxError("the model is parallel already: give parallelize the original one")
-    if outputs not in ("global", "local"):
-        raise DistfxError(f"outputs={outputs!r}: it is 'global' (whole on every rank) or 'local' (this rank's part)")
-    pins = _pins(strategy)
-    example = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
-    whole = tuple(example) if example is not None else None
-    statistics = _statistics(batch_norm)
-    place = _factored(Grid.of(grid), pins)
-    return ParallelModule(Engine(model, place, whole, pins, outputs, strict, check, statistics))
+    place = Grid.of(grid)
+    if place.is_abstract:
+        raise DistfxError(f"{place} is abstract, without processes: plan with distfx.plan(model, grid, shape)")
+
+    def options() -> tuple[Pins, tuple[Any, ...] | None, frozenset[str] | None]:
+        if not isinstance(model, nn.Module):
+            raise DistfxError(f"parallelize takes a torch.nn.Module, not {type(model).__name__}")
+        if isinstance(model, ParallelModule):
+            raise DistfxError("the model is parallel already: give parallelize the original one")
+        if outputs not in ("global", "local"):
+            raise DistfxError(
+                f"outputs={outputs!r}: it is 'global' (whole on every rank) or 'local' (this rank's part)"
+            )
+        example = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
+        return _pins(strategy), None if example is None else tuple(example), _statistics(batch_norm)
+
+    pins, example, statistics = together(place.size, options)
+    place = _factored(place, pins)
+    return ParallelModule(Engine(model, place, example, pins, outputs, strict, check, statistics))
 
 
 def plan(

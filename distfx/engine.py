@@ -10,7 +10,6 @@ import inspect
 import os
 import platform
 import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx import Graph, Node
 
 from distfx import ops
-from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError, say
+from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError, say, warn
 from distfx.grid import Grid
 from distfx.layout import Layout
 from distfx.passes.bind import Values, bind, match_inputs
@@ -46,7 +45,7 @@ from distfx.passes.nodes import describe
 from distfx.passes.planner import Pins
 from distfx.plan import Plan
 from distfx.predict import gradient_buckets, plan_of
-from distfx.runtime.agree import agree, agree_on_outcome, host_group
+from distfx.runtime.agree import agree, host_group, together
 from distfx.runtime.check import Checked
 from distfx.runtime.failure import During
 from distfx.runtime.link import link
@@ -64,6 +63,11 @@ FLAGS = 62
 
 SLOW = 30.0
 """Seconds after which a user is told what is being done."""
+
+NOT_YET = (
+    "the model's input could not be told from its first layer, so its graph and parameters are made at the first call: "
+    "give parallelize example_inputs=(x,) (with a loss: (x, target)), or call it once before."
+)
 
 State = tuple[tuple[bool, torch.dtype], ...]
 Ready = Callable[[Compiled | None], Mapping[str, DTensor]]
@@ -94,6 +98,7 @@ class Engine:
     ) -> None:
         self.model, self.grid, self.example = model, grid, example
         self.pins, self.outputs, self.strict, self.check = pins, outputs, strict, check
+        self.parameters = inspect.signature(model.forward)
         self.statistics = statistics
         """The axes over which batch norms are computed; ``None``: all."""
         self.compiled: dict[Mode, list[Compiled]] = defaultdict(list)
@@ -151,8 +156,7 @@ class Engine:
                 captured = self._capture(mode, args, kwargs, follow=another)
             if captured is None:
                 return None
-            compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, self.stored, self.statistics)
-            self._check_strict(compiled)
+            compiled = self._planned(captured)
             self.numbers.setdefault(mode, numbers_of(self.model))
             graphs.append(compiled)
         return graphs[-1] if another else graphs[0]
@@ -169,28 +173,25 @@ class Engine:
         finally:
             timer.cancel()
 
-    def _check_strict(self, compiled: Compiled) -> None:
+    def _planned(self, captured: Capture) -> Compiled:
+        """The passes on a captured graph."""
+        compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, self.stored, self.statistics)
         if compiled.decisions.whole and self.strict:
             raise DistfxError(_fallback_text(compiled))
+        return compiled
 
     def _plan_again(self, mode: Mode, tensors: Sequence[Tensor]) -> None:
         """At the first call of a model whose example was a guess: what is cheapest depends on sizes."""
         if not self.guessed or mode in self.settled:
             return
         self.settled.add(mode)
-        compiled, problem = self.compiled[mode][0], None
-        captured = compiled.capture
+        captured = self.compiled[mode][0].capture
         try:
             values = match_inputs(captured.inputs, [tuple(t.shape) for t in tensors], [t.dtype for t in tensors])
         except DistfxError:  # another graph fits, or none
             return
-        try:
-            captured = replace(captured, hints=values)
-            compiled = compile_capture(captured, self.grid.axes, self.pins, self.outputs, self.stored, self.statistics)
-            self._check_strict(compiled)
-        except Exception as error:
-            problem = error
-        agree_on_outcome(self.grid.size, problem)
+        captured = replace(captured, hints=values)
+        compiled = together(self.grid.size, lambda: self._planned(captured))
         agree(self.grid.size, "models", self._fingerprint(compiled))
         self.compiled[mode][0] = compiled
 
@@ -205,12 +206,7 @@ class Engine:
         """As :meth:`compile`, on all ranks; raises on all of them if any fails or has another graph."""
         if self.agreed[mode] and not another:
             return self.compiled[mode][0]
-        compiled, problem = None, None
-        try:
-            compiled = self.compile(mode, args, kwargs, another=another)
-        except Exception as error:
-            problem = error
-        agree_on_outcome(self.grid.size, problem)
+        compiled = together(self.grid.size, lambda: self.compile(mode, args, kwargs, another=another))
         if compiled is not None:
             agree(self.grid.size, "models", self._fingerprint(compiled))
             self.agreed[mode] += 1
@@ -237,7 +233,7 @@ class Engine:
     def _warn(self, text: str, kind: type[Warning] = UserWarning) -> None:
         """Once, on rank 0."""
         if text not in self.warned and self.grid.rank == 0:
-            warnings.warn(text, kind, stacklevel=7)
+            warn(text, kind)
         self.warned.add(text)
 
     def _capture(
@@ -287,6 +283,7 @@ class Engine:
 
         lines = [f"distfx {__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}"]
         lines += [f"{self.grid} of {self.grid.size} ranks", f"outputs={self.outputs!r}"]
+        lines += [f"example_inputs {'guessed from the first layer' if self.guessed else 'known'}"]
         statistics = None if self.statistics is None else sorted(self.statistics)
         lines += [f"check={self.check}", f"strategy={dict(self.pins)}", f"batch_norm={statistics}"]
         lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in self.model.state_dict().items()]
@@ -298,10 +295,7 @@ class Engine:
         """The rewritten graph of a mode, that of the last call, for looking at."""
         compiled = self.compile(mode)
         if compiled is None:
-            raise DistfxError(
-                "the model's input could not be told from its first layer, so its graph is made at the first call: "
-                "call it once, or give example_inputs=(x,) to parallelize."
-            )
+            raise DistfxError(NOT_YET)
         return self.compiled[mode][self.latest[mode]]
 
     # --------------------------------------------------------------------------------------------------- calls
@@ -318,7 +312,7 @@ class Engine:
 
         ``ready`` gives the parameters and buffers, as a graph needs them or (``None``) as far as they are there.
         """
-        key = (*self._signature(mode, tensors), *constants_of((args, kwargs)))
+        key = (*self._signature(mode, tensors), *constants_of(args, kwargs))
         held = ready(None)
         state = _state(held)
         said = [f"{name} = {values}" for name, values in changed_numbers(self.numbers.get(mode, {})).items()]
@@ -330,6 +324,7 @@ class Engine:
                 f"attributes of the model have changed, which its graph has fixed: {'; '.join(said)}. Parallelize "
                 "again; or make what changes during training a buffer, or an argument of forward that is a tensor."
             )
+        self._check_devices(tensors)
         self.compile_together(mode, args, kwargs)
         self._plan_again(mode, tensors)
         if fits is None:  # there was no graph yet to look it up in
@@ -368,7 +363,7 @@ class Engine:
         for attempt in range(3):
             but_for_ones = False
             for number, compiled in enumerate(self.compiled[mode]):
-                if compiled.capture.constants != constants_of((args, kwargs)):
+                if compiled.capture.constants != constants_of(args, kwargs):
                     continue
                 specs = _retyped(compiled, ready(compiled))
                 try:
@@ -376,7 +371,7 @@ class Engine:
                 except SizeError as error:  # another graph may fit
                     problem = problem or error
                     continue
-                self._check_batch(specs, tensors)
+                self._check_batch(compiled, tensors)
                 if compiled.capture.holds(values):
                     if self._holds_for_ones(mode, number, values, args, kwargs):
                         return number, specs, values
@@ -411,12 +406,13 @@ class Engine:
         self.ones[mode, number, ones] = same
         return same
 
-    def ordered(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments in the order of the model's signature, however they were given."""
-        if len(kwargs) < 2:
-            return dict(kwargs)
-        order = {name: i for i, name in enumerate(inspect.signature(self.model.forward).parameters)}
-        return dict(sorted(kwargs.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call as the model's signature has it, however it was written: by position where that can be."""
+        try:
+            bound = self.parameters.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{type(self.model).__name__}.forward(): {error}") from None
+        return bound.args, bound.kwargs
 
     def draw_seed(self, compiled: Compiled) -> int:
         """The seed of a pass with random operators: rank 0's. Nothing is drawn or sent for others."""
@@ -430,10 +426,11 @@ class Engine:
 
     def _signature(self, mode: Mode, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """What must be the same on all ranks in each call, one fact a line."""
+        gradients = f"gradients {'on' if torch.is_grad_enabled() else 'off'}"
         return (
-            f"{mode.describe(self.model)}, gradients {'on' if torch.is_grad_enabled() else 'off'}",
+            f"{mode.describe(self.model)}, {gradients}{_autocast(self.grid)}",
             *(
-                f"input {i}: {tuple(t.shape)} {t.dtype}, requires_grad={t.requires_grad}"
+                f"input {i}: {tuple(t.shape)} {t.dtype} on {t.device.type}, requires_grad={t.requires_grad}"
                 f"{f', DTensor {t.placements}' if isinstance(t, DTensor) else ''}"
                 for i, t in enumerate(tensors)
             ),
@@ -446,10 +443,23 @@ class Engine:
             self.state_texts[state] = "\n".join(lines)
         return self.state_texts[state]
 
-    def _check_batch(self, specs: Sequence[InputSpec], tensors: Sequence[Tensor]) -> None:
-        samples = self.grid.axes.get("n", 1)
+    def _check_devices(self, tensors: Sequence[Tensor]) -> None:
+        for number, tensor in enumerate(tensors):
+            if tensor.dim() and tensor.device.type != self.grid.device.type:
+                raise DistfxError(
+                    f"input {number} of {type(self.model).__name__} is on {tensor.device}, but this rank computes on "
+                    f"{self.grid.device}: give x.to(net.grid.device)"
+                )
+
+    def agree_on_call(self, what: str) -> None:
+        """Raise on all ranks if one makes another call, as ``if rank == 0:`` around what all must do together."""
+        agree(self.grid.size, "calls", what)
+
+    def _check_batch(self, compiled: Compiled, tensors: Sequence[Tensor]) -> None:
+        samples, specs = self.grid.axes.get("n", 1), compiled.capture.inputs
+        batch = max((spec.shape for spec in specs), key=len, default=())[:1]  # a short vector may be anything
         for spec, tensor in zip(specs, tensors, strict=True):
-            if tensor.dim() and tensor.shape[0] < samples and not isinstance(spec.shape[0], int):
+            if spec.shape[:1] == batch and tensor.dim() and tensor.shape[0] < samples and not isinstance(batch[0], int):
                 raise DistfxError(
                     f"input {spec.name} has a batch of {tensor.shape[0]}, smaller than the grid's axis n={samples}: "
                     "give a larger batch, or split space or channels instead of samples."
@@ -473,7 +483,7 @@ class Engine:
         buckets = gradient_buckets(bound, trained, self.grid, dtypes)
         plan = plan_of(compiled, bound, self.grid, inputs, trained, buckets)
         linked = link(bound.module, self.grid, buckets)
-        return Runnable(Checked(linked, self.grid) if self.check else linked, buckets, plan)
+        return Runnable(Checked(linked, self.grid, local) if self.check else linked, buckets, plan)
 
     # --------------------------------------------------------------------------------------------------- inputs
 
@@ -527,8 +537,15 @@ class Engine:
         if tuple(tensor.to_local().shape) != tuple(local):
             return False
         names = tensor.device_mesh.mesh_dim_names or ()
+        if any(placement.is_partial() for placement in tensor.placements):
+            return False
         placed = {a: p.dim if isinstance(p, Shard) else None for a, p in zip(names, tensor.placements, strict=True)}
         return all(dim == layout.dim_of(axis) for axis, dim in placed.items() if axis in self.grid.axes)
+
+
+def _autocast(grid: Grid) -> str:
+    device = grid.device.type
+    return f", autocast to {torch.get_autocast_dtype(device)}" if torch.is_autocast_enabled(device) else ""
 
 
 def _state(parameters: Mapping[str, Tensor]) -> State:
@@ -567,7 +584,8 @@ def _retyped(compiled: Compiled, parameters: Mapping[str, Tensor]) -> list[Input
 
 def _fallback_text(compiled: Compiled) -> str:
     nodes = compiled.decisions.whole
-    lines = [f"  {describe(node)}: {node.target}" for node in nodes]
+    targets = [node.target.op if isinstance(node.target, ops.Nth) else node.target for node in nodes]
+    lines = [f"  {describe(node)}: {target}" for node, target in zip(nodes, targets, strict=True)]
     return (
         f"{len(nodes)} operator{'s have' if len(nodes) > 1 else ' has'} no rule that applies; inputs are gathered and "
         "every rank runs them whole (right, but neither faster nor smaller):\n" + "\n".join(lines)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from pathlib import Path
+
+import torch
 
 __all__ = [
     "CaptureError",
@@ -13,6 +17,7 @@ __all__ = [
     "RankMismatchError",
     "SizeError",
     "say",
+    "warn",
 ]
 
 
@@ -20,6 +25,15 @@ def say(text: str) -> None:
     """Tell the user something on stderr, in one write: lines of several ranks must not mix."""
     sys.stderr.write(f"distfx: {text}\n")
     sys.stderr.flush()
+
+
+def warn(text: str, kind: type[Warning] = UserWarning) -> None:
+    """A warning that names the line of the user's program from which distfx was called."""
+    inside = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(text, kind, stacklevel=depth - 1)
 
 
 class DistfxError(ValueError):

@@ -180,6 +180,10 @@ class Grid:
                 f"the dims of the DeviceMesh must be named after the axes {', '.join(AXES)}, not {names}: "
                 "init_device_mesh(..., mesh_dim_names=('n', 'h'))"
             )
+        if ("c0" in names) != ("c1" in names) or {"c", "c0"} <= set(names):
+            raise DistfxError(
+                f"the DeviceMesh has dims {names}: the channel axis is one, c, or its two factors, c0 and c1"
+            )
         order = [axis for axis in ("n", "c", "c0", "c1", "d", "h", "w") if axis in names]
         if list(names) != order or mesh.mesh.flatten().tolist() != list(range(mesh.size())):
             raise DistfxError(
@@ -410,7 +414,9 @@ def _parse(text: str) -> dict[str, Any]:
     tokens = re.findall(r"([a-z])(-?\d+)(?:x(\d+))?", text)
     sizes: dict[str, Any] = {}
     for axis, size, second in tokens:
-        if axis not in AXES or axis in sizes or (second and axis != "c"):
+        if second and axis != "c":
+            raise DistfxError(f"cannot read grid {text!r}: only c has two factors, as in c2x4, not {axis}")
+        if axis not in AXES or axis in sizes:
             raise DistfxError(f"cannot read axis {axis!r} of grid {text!r}: the axes are {', '.join(AXES)}, each once")
         sizes[axis] = (int(size), int(second)) if second else int(size)
     if "".join(f"{a}{s}{'x' + t if t else ''}" for a, s, t in tokens) != text.strip() or not sizes:

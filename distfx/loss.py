@@ -19,7 +19,7 @@ def with_loss(model: nn.Module, criterion: Callable[..., Tensor], *, outputs: bo
     ``parallelize`` sees both together, so that a large output is never gathered: each rank compares its part with its
     part of the target, and sums and counts are global.
 
-        net = distfx.parallelize(distfx.with_loss(model, nn.CrossEntropyLoss()), grid)
+        net = distfx.parallelize(distfx.with_loss(model, nn.CrossEntropyLoss()), grid, example_inputs=(x, target))
         loss = net(x, target)
 
     Args:

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from distfx.engine import Engine
+from distfx.engine import NOT_YET, Engine
 from distfx.errors import DistfxError
 from distfx.grid import Grid
 from distfx.layout import Layout
@@ -135,6 +136,29 @@ class ParallelModule(nn.Module):
                 parameter.grad = held[name]
         return copied
 
+    # --------------------------------------------------------------------------------------------------- state
+
+    def _check_made(self) -> None:
+        """Before the first call of a model whose input is not known there are no parameters: not even none."""
+        if not self._slots and any(True for _ in (*self._engine.model.parameters(), *self._engine.model.buffers())):
+            raise DistfxError(NOT_YET)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._check_made()
+        return super().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        self._check_made()
+        return super().named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_made()
+        return super().state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> ParallelModule:
+        self._check_made()
+        return super()._apply(*args, **kwargs)
+
     # --------------------------------------------------------------------------------------------------- modes
 
     def _mirror(self, model: nn.Module) -> None:
@@ -221,9 +245,10 @@ class ParallelModule(nn.Module):
 
     # --------------------------------------------------------------------------------------------------- calls
 
+    @torch.compiler.disable  # it is compiled already
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own: plain tensors are global, the same on all ranks; DTensors are sharded already."""
-        kwargs = self._engine.ordered(kwargs)
+        args, kwargs = self._engine.arguments(args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         compiled, runnable, held, inputs = self._engine.prepare(self._mode, args, kwargs, tensors, self._adopt)
         gradients = Gradients(held, runnable.buckets, self._engine.draw_seed(compiled))
@@ -287,12 +312,15 @@ class ParallelModule(nn.Module):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state dict with whole plain tensors: what the original model loads. All ranks must call it."""
         self._engine.present(self._mode)
+        self._engine.agree_on_call("full_state_dict")
         with _quiet_redistribution():
             return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in self.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load DTensors of any grid, or whole plain tensors, under the original model's keys."""
         self._engine.present(self._mode)
+        kinds = {type(value).__name__ for value in state_dict.values()}
+        self._engine.agree_on_call(f"load_state_dict of {', '.join(sorted(kinds))}")
         own = self.state_dict()
         ready: dict[str, Any] = {}
         for name, value in state_dict.items():

@@ -154,10 +154,6 @@ class Transpose(Half):
         """The shape of what goes to ``peer``."""
         return _resized(self.before, self.split_dim, _length(self.split_cuts[peer]))
 
-    def block_from(self, peer: int) -> Shape:
-        """The shape of what comes from ``peer``."""
-        return _resized(self.after, self.gather_dim, _length(self.gather_cuts[peer]))
-
     @property
     def elements(self) -> int:
         return sum(math.prod(self.block_to(peer)) for peer in range(len(self.split_cuts)) if peer != self.me)

@@ -122,6 +122,43 @@ def test_frozen_batch_norm(world: int, grid: str) -> None:
     check(FrozenNorm, grid, [(2, 3, 6, 5)])
 
 
+class CalledTwice(nn.Module):
+    """One batch norm, of all channels and of those that a convolution has split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(x) + self.bn(self.conv(x))
+
+
+@on("c2", "c4", "c2h2")
+def test_a_batch_norm_that_is_called_twice(world: int, grid: str) -> None:
+    for train in (True, False):
+        check(CalledTwice, grid, [(2, 4, 6, 5), (4, 4, 5, 6)], train=train)
+
+
+def evaluated_first(grid: str) -> list[float]:
+    """The statistics are stored as the graph without training decided, for a guessed image."""
+    torch.manual_seed(0)
+    model = CalledTwice().double().eval()
+    net, plain = distfx.parallelize(model, grid), copy.deepcopy(model)
+    errors = []
+    for train in (False, True, False):
+        x = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+        net.train(train)
+        plain.train(train)
+        errors.append(relative(net(x), plain(x)))
+    state = plain.state_dict()
+    return errors + [relative(value, state[name]) for name, value in net.full_state_dict().items()]
+
+
+def test_statistics_that_are_stored_already() -> None:
+    for errors in run(4, evaluated_first, "c4"):
+        assert max(errors) < 1e-12
+
+
 # ------------------------------------------------------------------------------------------ parts of a batch
 
 

@@ -278,3 +278,91 @@ def other_steps() -> list[float]:
 def test_other_numbers_of_steps_have_graphs_of_their_own() -> None:
     for errors in run(2, other_steps):
         assert max(errors) < 1e-12
+
+
+def misused(how: str) -> None:
+    """What people do wrong with a call."""
+    net = distfx.parallelize(conv_net(), distfx.Grid(h=2))
+    x: object = torch.randn(2, 3, 8, 8)
+    if how == "numpy":
+        x = torch.randn(2, 3, 8, 8).numpy()
+    elif how == "device":
+        x = torch.empty(2, 3, 8, 8, device="meta")
+    net(**{"images" if how == "keyword" else "input": x})
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("numpy", "DistfxError", "an argument is a numpy.ndarray: give torch.as_tensor(x)"),
+        ("device", "DistfxError", "is on meta, but this rank computes on cpu: give x.to(net.grid.device)"),
+        ("keyword", "TypeError", "Sequential.forward()"),
+    ],
+)
+def test_misused_calls(how: str, kind: str, words: str) -> None:
+    assert words in same(run_raises(2, misused, how), kind)
+
+
+def one_rank_only(how: str) -> None:
+    """What the first rank does otherwise than the second."""
+    first = dist.get_rank() == 0
+    x = torch.randn(2, 3, 8, 8)
+    example = (x,) if how == "example" and first else None
+    net = distfx.parallelize(
+        conv_net(), distfx.Grid(h=2), example, outputs="x" if how == "option" and first else "global", check=True
+    )
+    if how == "values":
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(2, 3, 8, 8)
+    if how == "state dict" and first:
+        net.full_state_dict()
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast" and first):
+        net(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("example", "example_inputs known"),
+        ("values", "a plain tensor is the global one, the same on every rank"),
+        ("state dict", "full_state_dict"),
+        ("autocast", "autocast to torch.bfloat16"),
+        ("option", "outputs='x': it is 'global'"),
+    ],
+)
+def test_what_one_rank_does_otherwise_raises_on_all(how: str, words: str) -> None:
+    failures = run_raises(2, one_rank_only, how)
+    assert all(failure is not None and words in failure.message for failure in failures), failures
+
+
+def without_parameters(how: str) -> None:
+    net = distfx.parallelize(distfx.with_loss(conv_net(), nn.CrossEntropyLoss()), distfx.Grid(h=2))
+    {"parameters": lambda: list(net.parameters()), "state": net.state_dict, "half": net.half}[how]()
+
+
+@pytest.mark.parametrize("how", ["parameters", "state", "half"])
+def test_parameters_that_are_not_there_yet_are_missed(how: str) -> None:
+    assert "example_inputs=(x,) (with a loss: (x, target))" in same(run_raises(2, without_parameters, how))
+
+
+def abstract() -> None:
+    distfx.parallelize(conv_net(), distfx.Grid.abstract(h=2))
+
+
+def test_an_abstract_grid_is_for_plans() -> None:
+    assert "plan with distfx.plan" in same(run_raises(1, abstract))
+
+
+def other_target(grid: str, criterion: nn.Module, shape: tuple[int, ...]) -> None:
+    x, target = torch.randn(2, 3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.int64)
+    net = distfx.parallelize(distfx.with_loss(conv_net(), criterion), grid, example_inputs=(x, target))
+    net(x, target)
+    net(x, torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.NLLLoss(torch.ones(4))], ids=["ce", "weighted nll"])
+@pytest.mark.parametrize("shape", [(2, 4, 8), (2, 8, 7), (2, 9, 8)])
+@pytest.mark.parametrize("grid", ["n2", "h2"])
+def test_targets_of_another_size(grid: str, shape: tuple[int, ...], criterion: nn.Module) -> None:
+    message = same(run_raises(2, other_target, grid, criterion, shape))
+    assert f"meets a target of shape {shape}" in message and "is (2, 8, 8)" in message

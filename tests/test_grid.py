@@ -50,7 +50,7 @@ def test_parse(text: str, shown: str, axes: dict[str, int]) -> None:
     [
         ("x2", ["'x'", "n, c, d, h, w"]),
         ("n2n2", ["'n'", "each once"]),
-        ("n2x2", ["'n'"]),
+        ("n2x2", ["'n2x2'", "only c has two factors, as in c2x4, not n"]),
         ("n", ["'n'", "write it like 'n2c2h2'"]),
         ("", ["''", "write it like"]),
         ("2n", ["'2n'", "write it like"]),

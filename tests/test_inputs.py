@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import distfx
 from tests.exact import relative
@@ -159,3 +159,83 @@ def dataclasses_out() -> list[float]:
 def test_dataclasses_are_returned_as_such() -> None:
     for errors in run(2, dataclasses_out):
         assert max(errors) < 1e-10
+
+
+class Optional(nn.Module):
+    """Tensors that may be there or not, by position, by keyword, by keyword only; in a dict or a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x: Any, add: Tensor | None = None, sub: Tensor | None = None, *, mul: Any = None) -> Tensor:
+        if isinstance(x, dict):
+            x, add, sub = x["x"], x.get("add", add), x.get("sub", sub)
+        elif isinstance(x, list):
+            x, add = x[0], sum(x[1:])
+        y = self.conv(x)
+        y = y if add is None else y + add
+        y = y if sub is None else y - 2 * sub
+        return y if mul is None else y * mul
+
+
+def structures(grid: str) -> list[float]:
+    torch.manual_seed(3)
+    model = Optional().double()
+    net = distfx.parallelize(model, grid)
+    x, t, u = (torch.randn(2, 3, 6, 6, dtype=torch.float64) for _ in range(3))
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x,), {}),
+        ((x, t), {}),
+        ((x,), {"add": t}),
+        ((x,), {"sub": t}),
+        ((x,), {"mul": t}),
+        ((), {"sub": t, "x": x}),
+        ((x,), {"sub": u, "add": t}),
+        ((x, None, t), {}),
+        (({"x": x, "add": t},), {}),
+        (({"x": x, "sub": t},), {}),
+        (({"sub": t, "x": x},), {}),
+        (([x, t],), {}),
+        (([x, t, u],), {}),
+    ]
+    return [relative(net(*args, **kwargs), model(*args, **kwargs)) for args, kwargs in calls]
+
+
+@pytest.mark.parametrize("grid", ["h2", "c2"])
+def test_a_graph_serves_calls_of_its_own_structure_only(grid: str) -> None:
+    for errors in run(2, structures, grid):
+        assert max(errors) < 1e-12, errors
+
+
+def partial_input() -> float:
+    net, plain = pair("c2", Image)
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    net(x)
+    torch.manual_seed(4)
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    return relative(net(DTensor.from_local(x / 2, net.grid.mesh, [Partial()], run_check=False)), plain(x))
+
+
+def test_a_dtensor_of_partial_sums_is_summed() -> None:
+    assert max(run(2, partial_input)) < 1e-12
+
+
+class Free(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor, v: Tensor) -> Tensor:
+        return self.conv(x) * v.sum()
+
+
+def short_vector() -> float:
+    torch.manual_seed(4)
+    model = Free().double()
+    x, v = torch.randn(4, 3, 6, 6, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    return relative(distfx.parallelize(model, "n4")(x, v), model(x, v))
+
+
+def test_a_vector_is_no_batch() -> None:
+    assert max(run(4, short_vector)) < 1e-12

@@ -299,6 +299,8 @@ PADDED = [
     "F.pad(x, (1, 2, 3, 9), 'replicate')",
     "F.pad(x, (1, 2, 8, 5), 'circular')",
     "F.pad(x, (1, -1, -2, 2), 'replicate')",
+    "F.pad(x, (-1, 3, 2, -2), 'circular')",
+    "F.pad(x, (-1, 0, -2, -1), 'circular')",
 ]
 
 

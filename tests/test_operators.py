@@ -69,6 +69,10 @@ def _matmul(x: Tensor) -> Tensor:
     return torch.matmul(a, scores.softmax(-1)).view_as(x)
 
 
+def _similarity(f: Tensor) -> Tensor:
+    return F.linear(f, f).softmax(1)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "layer_norm_channels": _channels_last_norm,
     "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
@@ -95,6 +99,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "variance": lambda x: x / (1 + x.var((1, 2, 3), keepdim=True)),
     "attention": _attention,
     "matmul": _matmul,
+    "linear_of_itself": lambda x: x * F.linear(x.mean((2, 3)), x.mean((2, 3))).mean(1).view(-1, 1, 1, 1),
+    "similarity": lambda x: x + _similarity(x.mean((2, 3))).sum(),
 }
 NAMES = [*OPERATORS, *FUNCTIONS]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ def training(grid: str, name: str) -> float:
     makers: dict[str, Any] = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+        "fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
     }
     optimizers = [makers[name](module.parameters()) for module in (net, plain)]
     norms: list[float] = []
@@ -42,10 +44,34 @@ def training(grid: str, name: str) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "fused"])
 @pytest.mark.parametrize("grid", ["n2c2", "c2h2", "c4"])
 def test_optimizers_and_clipping(grid: str, name: str) -> None:
     assert max(run(4, training, grid, name)) < 1e-9
+
+
+def fused(grid: str, channels_last: bool) -> float:
+    """A step of an optimizer that takes for granted that gradients lie in memory as their parameters do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3))
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model.double())
+    net = distfx.parallelize(model, grid)
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    for module in (net, plain):
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
+        module(x).square().sum().backward()
+        optimizer.step()
+    biases = ("0.bias", "1.bias")  # before a batch norm: zero but for rounding, and Adam divides by that
+    state = plain.state_dict()
+    return max(relative(v, state[k]) for k, v in net.full_state_dict().items() if k not in biases)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("grid", ["n2", "h2", "c2"])
+def test_gradients_lie_as_their_parameters(grid: str, channels_last: bool) -> None:
+    assert max(run(2, fused, grid, channels_last)) < 1e-9
 
 
 def averaged(grid: str) -> tuple[float, float]:

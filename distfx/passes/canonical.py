@@ -192,7 +192,12 @@ _NORMS = {
 }
 
 
-_CONTRACTIONS = {
+_OPERANDS_APART = {
+    aten.linear.default,
+    aten.dot.default,
+    aten.vdot.default,
+    aten.outer.default,
+    aten.inner.default,
     aten.matmul.default,
     aten.bmm.default,
     aten.mm.default,
@@ -304,6 +309,22 @@ def _differences(graph: Graph, node: Node) -> None:
             x = _call(graph, node, aten.sub.Tensor, (later, earlier), shape)
 
 
+def _crop_before_circle(graph: Graph, node: Node) -> None:
+    """What a circular padding crops (by widths below zero) is gone before the rest is wrapped around."""
+    given = arguments(node)
+    x, widths = given["self"], list(given["pad"])
+    if given["mode"] != "circular" or min(widths) >= 0:
+        return
+    for i in range(len(widths) // 2):
+        before, after = (min(0, width) for width in widths[2 * i : 2 * i + 2])
+        if before or after:
+            dim, shape = len(x.meta["shape"]) - 1 - i, list(x.meta["shape"])
+            end = shape[dim] + after
+            shape[dim] = end + before
+            x = _call(graph, node, aten.slice.Tensor, (x, dim, -before, end), shape)
+    node.args, node.kwargs = (x, [max(0, width) for width in widths], "circular"), {}
+
+
 _REWRITES: dict[Any, Callable[[Graph, Node], None]] = {
     aten.channel_shuffle.default: _channel_shuffle,
     aten.rot90.default: _rotated,
@@ -311,6 +332,7 @@ _REWRITES: dict[Any, Callable[[Graph, Node], None]] = {
     aten.narrow.default: _narrow,
     aten.diff.default: _differences,
     aten.hstack.default: _piled,
+    aten.pad.default: _crop_before_circle,
     **dict.fromkeys(_PADS, _pad),
 }
 
@@ -352,7 +374,7 @@ def canonical(graph: Graph, node: Node) -> None:
         _added_product(graph, node)
     elif target in (aten.cat.default, aten.concat.default) and len(source) == 1:  # type: ignore[arg-type]
         node.target, node.args, node.kwargs = aten.alias.default, (source[0],), {}  # type: ignore[index]
-    elif target in _CONTRACTIONS or target is aten.concat.default:
+    elif target in _OPERANDS_APART or target is aten.concat.default:
         node.target = aten.cat.default if target is aten.concat.default else target
         _apart(graph, node)
     elif target is aten.rrelu.default and not arguments(node)["training"]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+import os
 import re
 import traceback
 import warnings
@@ -29,7 +30,7 @@ from torch.export import _trace as torch_export
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import checkpoint
 
-from distfx.errors import CaptureError
+from distfx.errors import CaptureError, DistfxError
 from distfx.layout import DIM_NAMES
 from distfx.ops import on_device
 from distfx.passes.canonical import canonical, name_after_module
@@ -57,7 +58,6 @@ class Capture:
 
     module: GraphModule
     inputs: tuple[InputSpec, ...]
-    in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     hints: dict[sympy.Symbol, int]
     guards: tuple[sympy.Expr, ...]
@@ -65,7 +65,7 @@ class Capture:
     training: bool
     mutated: frozenset[str]
     constants: tuple[str, ...] = ()
-    """The arguments that are not tensors, which the graph has fixed."""
+    """The structure of the arguments and those that are not tensors, which the graph has fixed."""
     counted: tuple[str, ...] = ()
     """The numbers of the model itself that its ``forward`` changes, which the graph has fixed."""
     checkpointed: bool = False
@@ -283,7 +283,7 @@ def capture(
     result = _normalise(module, program, mode.training)
     for node in result.module.graph.nodes:  # the number of a GPU is each rank's own
         node.args, node.kwargs = on_device((node.args, node.kwargs))
-    result.constants = constants_of((examples, keywords))
+    result.constants = constants_of(examples, keywords)
     result.checkpointed, result.counted = bool(checkpoints), tuple(counted)
     _check_sizes(result)
     result.module.graph.lint()
@@ -305,7 +305,8 @@ def _export(model: nn.Module, examples: tuple[Any, ...], keywords: dict[str, Any
         except Exception as error:
             first = first or error
     assert first is not None
-    raise CaptureError(_explain(model, examples, first)) from first
+    shown = first if os.environ.get("DISTFX_DEBUG", "0") not in ("", "0") else None  # hundreds of lines of torch's own
+    raise CaptureError(_explain(model, (examples, keywords), first, guess)) from shown
 
 
 def _dynamic_shapes(
@@ -428,21 +429,28 @@ def _silence() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def constants_of(arguments: Any) -> tuple[str, ...]:
-    """The arguments of a call that are not tensors, as text."""
-    return tuple(repr(leaf) for leaf in pytree.tree_leaves(arguments) if not isinstance(leaf, torch.Tensor))
+def constants_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a graph has fixed of the arguments of a call, as text: their structure, and those that are not tensors."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    for leaf in leaves:
+        if hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
+            kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+            raise DistfxError(f"an argument is a {kind}: give torch.as_tensor(x)")
+    return (f"arguments {spec}", *(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)))
 
 
-def _explain(model: nn.Module, examples: Sequence[Any], error: Exception) -> str:
-    shapes = ", ".join(str(tuple(e.shape)) if isinstance(e, torch.Tensor) else repr(e)[:80] for e in examples)
+def _explain(model: nn.Module, arguments: Any, error: Exception, guess: bool) -> str:
+    args, kwargs = pytree.tree_map(lambda v: tuple(v.shape) if isinstance(v, torch.Tensor) else v, arguments)
+    given = ", ".join((*(repr(value)[:80] for value in args), *(f"{k}={repr(v)[:80]}" for k, v in kwargs.items())))
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "/torch/" not in f.filename.replace("\\", "/") and not f.filename.startswith(_PACKAGE)]
-    where = f" ({own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
+    where = next((f" ({f.filename}:{f.lineno}: {f.line})" for f in reversed(own) if f.line), "")
+    other = "If the model needs another input, give example_inputs=(x,) to parallelize; if" if guess else "If"
     return (
-        f"{type(model).__name__} could not be captured with inputs {shapes}: {first}{where}\n"
-        "If the model needs another input, give example_inputs=(x,) to parallelize; if it branches on the values of "
-        "tensors, torch.export cannot follow it (see the error above this one)."
+        f"{type(model).__name__} could not be captured with inputs {given}: {first}{where}\n"
+        f"{other} it branches on the values of tensors, torch.export cannot follow it. DISTFX_DEBUG=1 shows torch's "
+        "own account of this error."
     )
 
 
@@ -507,9 +515,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
     made.graph.eliminate_dead_code(is_impure)
     made.recompile()
     spec = program.call_spec
-    return Capture(
-        made, tuple(inputs), spec.in_spec, spec.out_spec, hints, _guards(old, rename), training, frozenset(mutated)
-    )
+    return Capture(made, tuple(inputs), spec.out_spec, hints, _guards(old, rename), training, frozenset(mutated))
 
 
 def _constant(module: GraphModule, name: str) -> str:

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from distfx import ops
 from distfx.layout import DIM_NAMES, Layout
-from distfx.moves import AllGather, Move, Slice
+from distfx.moves import AllGather, Move
 from distfx.passes.planner import Decision, Decisions, follow_layout, project, storage_layout
 from distfx.passes.route import Border, route
 from distfx.passes.rules import aten, spec_of
@@ -172,12 +172,18 @@ def _operator(state: _Inserter, node: Node, decision: Decision) -> None:
 
 
 def _refresh(state: _Inserter, buffer: Node, part: Node, owner: Node) -> None:
-    """After a buffer was written through a slice of it, its replicas need the other slices."""
-    if part is buffer:
+    """After a buffer was written through slices of it, its replicas need the other slices."""
+    moves: list[Node] = []
+    place: Any = part
+    while place is not buffer:
+        moves.insert(0, place)
+        place = place.args[0]
+    slices = [node.meta["move"] for node in moves if node.target is ops.slice]
+    same = all(node.target in (ops.slice, ops.fan, ops.mask) for node in moves)
+    assert same and len({move.dim for move in slices}) <= 1, "a buffer that is written is at most sliced"
+    if not slices:
         return
-    move = part.meta["move"]
-    assert isinstance(move, Slice), "a buffer that is written is at most sliced"
-    gather = AllGather(move.axes, move.dim, "replicated")
+    gather = AllGather(tuple(axis for move in slices for axis in move.axes), slices[0].dim, "replicated")
     node = state.graph.call_function(ops.refresh, (buffer,), gather.arguments())
     node.meta = dict(buffer.meta) | {"move": gather, "owner": owner.name, "part": part.meta["layout"]}
 

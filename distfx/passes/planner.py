@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 from distfx.errors import DistfxError
 from distfx.layout import WHOLE, Layout, Split, is_channel_axis
 from distfx.moves import ReduceScatter
-from distfx.passes.nodes import describe
+from distfx.passes.nodes import aten, describe
 from distfx.passes.notation import Word
 from distfx.passes.route import Border, estimate, route
 from distfx.passes.rule import Spec
@@ -305,8 +305,33 @@ def decide(
                 plan.computed[node] = None
             plan.store(decision, sizes, {*stored, *written})
     _split_computed(plan, sizes, {*stored, *written})
+    _settle_statistics(plan, sizes, stored)
     _check_pins(graph, pins, matched)
     return plan
+
+
+def _settle_statistics(plan: Decisions, sizes: Mapping[str, int], fixed: Collection[str]) -> None:
+    """A batch norm of all channels whose running statistics another call has split: they are stored whole.
+
+    Where another graph has stored them split already, this batch norm is computed so.
+    """
+    for node, decision in plan.nodes.items():
+        if node.target is not aten.batch_norm.default or decision.spec is None:
+            continue
+        for operand, need in decision.needs:
+            stored = plan.layouts[operand]
+            if operand not in node.args[3:5] or need.split_axes or not stored.split_axes:
+                continue
+            if operand.op == "get_attr" and str(operand.target) not in fixed:
+                plan.layouts[operand] = Layout.replicated(1)
+                continue
+            (channel,) = decision.spec.result[1].factors
+            axes = dict(decision.axes) | {channel: stored.dims[0].axes}
+            projected = project(decision.spec, axes, sizes)
+            assert projected is not None, "a batch norm can be split along its channels"
+            plan.nodes[node] = replace(decision, axes=axes, needs=projected[0], raw=projected[1], result=projected[1])
+            plan.layouts[node] = projected[1]
+            break
 
 
 def _split_computed(plan: Decisions, sizes: Mapping[str, int], fixed: Collection[str]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Callable
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from distfx.errors import DistfxError, RankMismatchError
 from distfx.runtime.failure import During
 from distfx.runtime.gloo import let_others_first
 
-__all__ = ["agree", "agree_on_outcome", "digest", "host_group"]
+__all__ = ["agree", "digest", "host_group", "together"]
+
+T = TypeVar("T")
 
 _host: tuple[Any, Any] | None = None
 
@@ -74,7 +77,18 @@ def _difference(what: str, texts: list[str]) -> str:
     return f"the ranks were given different {what}:\n" + "\n".join(shown)
 
 
-def agree_on_outcome(world: int, error: Exception | None) -> None:
+def together(world: int, make: Callable[[], T]) -> T:
+    """What ``make`` gives; raises on every rank if it fails on any."""
+    made, problem = None, None
+    try:
+        made = make()
+    except Exception as error:
+        problem = error
+    _agree_on_outcome(world, problem)
+    return cast(T, made)
+
+
+def _agree_on_outcome(world: int, error: Exception | None) -> None:
     """Raise on every rank if any of them failed: its own error where it did, the others' words elsewhere."""
     if world > 1:
         failed = torch.tensor([error is not None], dtype=torch.int64)

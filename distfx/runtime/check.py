@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from distfx.errors import NonFiniteError
 from distfx.grid import Grid
 from distfx.moves import BoundMove
-from distfx.runtime.agree import host_group
+from distfx.runtime.agree import agree, host_group
 from distfx.runtime.failure import During
 
 __all__ = ["Checked"]
@@ -26,15 +27,26 @@ class Checked:
     that, they compare, and all raise the same error about the first of all: every rank runs the same nodes in the same
     order, so that one is the cause."""
 
-    def __init__(self, module: GraphModule, grid: Grid) -> None:
-        self.module, self.grid = module, grid
+    def __init__(self, module: GraphModule, grid: Grid, local: Collection[str] = ()) -> None:
+        self.module, self.grid, self.local = module, grid, local
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:
+        self._compare_inputs(args[1:])
         run = _Run(self.module)
         with torch.fx.traceback.preserve_node_meta(False):
             results = run.run(*args)
         self._compare(run.first)
         return results
+
+    def _compare_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """What was given as the global tensor is the same on every rank: a data loader may have shuffled for each."""
+        names = [node.name for node in self.module.graph.find_nodes(op="placeholder")[1:]]
+        whole = [(name, value) for name, value in zip(names, inputs, strict=True) if name not in self.local]
+        agree(
+            self.grid.size,
+            "values (a plain tensor is the global one, the same on every rank; a part comes as a DTensor)",
+            "\n".join(f"input {name} with checksum {_checksum(value)}" for name, value in whole),
+        )
 
     def _compare(self, first: tuple[int, int, int] | None) -> None:
         nodes = list(self.module.graph.nodes)
@@ -52,6 +64,11 @@ class Checked:
         shown = [f"  rank {rank}: {_counts(nan, inf)}" for rank, nan, inf in found[:16]]
         shown += [f"  and {len(found) - 16} more ranks"] if len(found) > 16 else []
         raise NonFiniteError(f"{_describe(nodes[number])} is not finite, in this rank's part:\n" + "\n".join(shown))
+
+
+def _checksum(value: Tensor) -> str:
+    data: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=4).hexdigest()
 
 
 class _Run(Interpreter):

@@ -171,16 +171,17 @@ def avg_pool(
         return Zero((*x.shape[:2], *size))(x)
     rank = len(size)
     widths: list[int] = []
-    scale = torch.ones((1,) * (rank), dtype=x.dtype, device=x.device)
+    wide = torch.promote_types(x.dtype, torch.float32)  # in half precision 257 is none
+    scale = torch.ones((1,) * (rank), dtype=wide, device=x.device)
     for i in range(rank):
         k, s, p = kernel[i], stride[i], padding[i]
         widths = ([0, 0] if split[i] else [p, (size[i] - 1) * s + k - p - x.shape[2 + i]]) + widths
         low = (torch.arange(start[i], start[i] + size[i], device=x.device)) * s - p
         high = (low + k).clamp(max=extent[i] + p)
         count = high - low if include else high.clamp(max=extent[i]) - low.clamp(min=0)
-        scale = scale * (k / count.to(x.dtype)).view(-1, *(1,) * (rank - 1 - i))
+        scale = scale * (k / count.to(wide)).view(-1, *(1,) * (rank - 1 - i))
     pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[rank - 1]
-    return pool(F.pad(x, widths), tuple(kernel), tuple(stride)) * scale
+    return pool(F.pad(x, widths), tuple(kernel), tuple(stride)) * scale.to(x.dtype)
 
 
 def causal_attention(
@@ -308,10 +309,10 @@ class _BatchNorm(torch.autograd.Function):
         scale = (var + norm.eps).rsqrt_()
         gain = scale if weight is None else scale * weight.to(wide)
         if x.numel():
+            slope = torch.ones_like(mean) if weight is None else weight.to(wide)  # all of these CUDA's kernels ask for
             dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-                grad.to(wide), x.to(wide), None if weight is None else weight.to(wide), mean, var, None, None, False,
-                norm.eps, [True, True, True],
-            )  # fmt: skip
+                grad.to(wide), x.to(wide), slope, mean, var, mean, scale, False, norm.eps, [True, True, True]
+            )
         else:
             dx, dweight, dbias = torch.empty_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
         if ctx.needs_input_grad[0]:

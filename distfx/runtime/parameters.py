@@ -25,7 +25,7 @@ from distfx import ledger
 from distfx.grid import Grid, Segment
 from distfx.layout import Layout
 from distfx.runtime.failure import During
-from distfx.runtime.transport import Work, all_reduce, empty_like, send_receive
+from distfx.runtime.transport import Work, all_reduce, empty_like, memory_order, send_receive
 
 __all__ = ["Bucket", "Gradients", "distribute", "placements", "to_dtensor"]
 
@@ -112,19 +112,34 @@ class Bucket:
         return During("all_reduce", self.label, names, self.segment, "backward")
 
 
+def _laid_as(grad: Tensor, param: Tensor) -> Tensor:
+    """A gradient as its parameter lies in memory; a copy only where it does not."""
+    strides = zip(grad.stride(), param.stride(), grad.shape, strict=True)
+    if all(mine == its or size == 1 for mine, its, size in strides):
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+
+
 class _Flight:
     """A bucket of one forward pass: the reduction of its gradients while it is under way."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
         self.bucket = bucket
+        self.params = params
+        """The shards: their gradients lie in memory as they do, which fused optimizers take for granted."""
         self.work: Work | None = None
         self.flat: Tensor | None = None
 
     def start(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Start summing gradients, of those parameters that have one; gives views of the buffer of the sums."""
         segment = self.bucket.segment
-        grads = [grad for grad in given if grad is not None]
-        if segment.size == 1 or not grads:
+        if segment.size == 1:
+            return tuple(
+                None if grad is None else _laid_as(grad, param) for grad, param in zip(given, self.params, strict=True)
+            )
+        orders = [memory_order(param) for param in self.params]
+        grads = [grad.permute(order) for grad, (order, _) in zip(given, orders, strict=True) if grad is not None]
+        if not grads:
             return tuple(given)
         if len(grads) == 1 and grads[0].is_contiguous():
             self.flat = grads[0] if self.bucket.owned else grads[0].clone()
@@ -137,7 +152,10 @@ class _Flight:
             self.work = all_reduce(segment, self.flat)
         sizes = [grad.numel() for grad in grads]
         parts = iter(self.flat.reshape(-1).split(sizes))
-        return tuple(None if grad is None else next(parts).view(grad.shape) for grad in given)
+        turned = iter([part.view(grad.shape) for part, grad in zip(parts, grads, strict=True)])
+        return tuple(
+            None if grad is None else next(turned).permute(back) for grad, (_, back) in zip(given, orders, strict=True)
+        )
 
     def wait(self) -> None:
         if self.work is not None:
@@ -192,7 +210,7 @@ class Gradients:
         for bucket in buckets:
             params = [tensors[name] for name in bucket.names]
             if torch.is_grad_enabled() and any(p.requires_grad for p in params):
-                flight = _Flight(bucket)
+                flight = _Flight(bucket, [p._local_tensor for p in params])
                 self.waiting.append((flight, _Late.apply(flight, *params)))
             else:
                 self.waiting.append(None)

@@ -42,7 +42,8 @@ def adaptive_pool(
             return value.index_select(dim, taken).unflatten(dim, tuple(shape))
 
         if kind == "avg":
-            weight = inside.to(x.dtype) / (high - low).to(x.dtype)[:, None]
+            wide = torch.promote_types(x.dtype, torch.float32)  # in half precision 257 is none
+            weight = (inside / (high - low).to(wide)[:, None]).to(x.dtype)
             x = (windows(x) * weight.view(*taps.shape, *ends)).sum(dim + 1)
             continue
         least = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min

@@ -144,8 +144,21 @@ def _pick_spec(row: Row, node: Node) -> Spec | None:
     return dims_spec(row, node, [(values, [*every[:1], None, *every[1:]]), (target, every)], every)
 
 
+def _check_pick(call: Sized) -> str | None:
+    values, target = call.operand(0), call.operand(1)
+    want = (*values[:1], *values[2:]) if len(values) > 1 else ()
+    if target == want:
+        return None
+    return f"meets a target of shape {target} and values of shape {values}: one class for each position is {want}"
+
+
 PICK = Row(
-    "class of a target", "n _ s..., n s... -> n s...", unchanged, build=_pick_spec, cost="classes are gathered if split"
+    "class of a target",
+    "n _ s..., n s... -> n s...",
+    unchanged,
+    build=_pick_spec,
+    check=_check_pick,
+    cost="classes are gathered if split",
 )
 
 
