@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,13 +13,35 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from distfx import ops
+from distfx.grid import Grid
 from distfx.layout import Layout
+from distfx.passes import compile as compile_module
 from distfx.passes import verify as module_under_test
+from distfx.passes.bind import bind
 from distfx.passes.capture import capture
 from distfx.passes.compile import Compiled, compile_capture
 from distfx.passes.verify import CHECKS, verify
 
 Breaker = Callable[[GraphModule], Any]
+
+
+def captured() -> GraphModule:
+    return compiled().capture.module
+
+
+def planned() -> GraphModule:
+    """As the plan leaves it, before moves are inserted."""
+    graphs: list[GraphModule] = []
+    with patch.object(
+        compile_module, "verify", lambda module, after: graphs.append(module) if after == "plan" else None
+    ):
+        compiled()
+    return graphs[0]
+
+
+def bound() -> GraphModule:
+    made = compiled()
+    return bind(made.module, dict(made.capture.hints), Grid.abstract(n=2, c=2, h=2)).module
 
 
 def compiled(outputs: str = "global", pins: dict[str, str] | None = None) -> Compiled:
@@ -43,7 +66,7 @@ def find(module: GraphModule, target: Any) -> Node:
 @pytest.mark.parametrize("outputs", ["global", "local"])
 @pytest.mark.parametrize("pin", ["stationary-x", "stationary-y", "replicated", "auto"])
 def test_good_graphs_pass(outputs: str, pin: str) -> None:
-    verify(compiled(outputs, {"3": pin}).module, "test")
+    verify(compiled(outputs, {"3": pin}).module, "localise")
 
 
 def no_layout(module: GraphModule) -> None:
@@ -100,7 +123,34 @@ def sum_returned(module: GraphModule) -> None:
     module.graph.output_node().args = ((find(module, ops.reduce_scatter).args[0],),)
 
 
+def no_shape(module: GraphModule) -> None:
+    del find(module, torch.ops.aten.relu.default).meta["shape"]
+
+
+def written_in_place(module: GraphModule) -> None:
+    find(module, torch.ops.aten.relu.default).target = torch.ops.aten.relu_.default
+
+
+def undecided(module: GraphModule) -> None:
+    del find(module, torch.ops.aten.relu.default).meta["decision"]
+
+
+def decided_for_another(module: GraphModule) -> None:
+    relu = find(module, torch.ops.aten.relu.default)
+    relu.args = (find(module, torch.ops.aten.convolution.default),)
+
+
+def part_of_another_size(module: GraphModule) -> None:
+    node = find(module, ops.reduce_scatter)
+    node.meta["local"] = (*node.meta["local"][:-1], 1)
+
+
 BROKEN: list[tuple[Breaker, str, str]] = [
+    (no_shape, "_has_shape", "has no shape"),
+    (written_in_place, "_is_functional", "writes into a tensor"),
+    (undecided, "_is_decided", "has no decision"),
+    (decided_for_another, "_is_decided", "which it does not read"),
+    (part_of_another_size, "_parts_fit", "but this rank's part is"),
     (no_layout, "_has_layout", "has no layout"),
     (layout_of_no_kind, "_has_layout", "has no layout"),
     (other_rank, "_rank_fits", "but shape"),
@@ -117,11 +167,12 @@ BROKEN: list[tuple[Breaker, str, str]] = [
 
 @pytest.mark.parametrize(("break_it", "check", "words"), BROKEN, ids=[b.__name__ for b, _, _ in BROKEN])
 def test_broken_graphs_are_noticed(break_it: Breaker, check: str, words: str) -> None:
-    module = compiled().module
-    verify(module, "test")
+    after = next(name for name, checks in CHECKS.items() if check in {each.__name__ for each in checks})
+    module = {"capture": captured, "plan": planned, "bind": bound}.get(after, lambda: compiled().module)()
+    verify(module, after)
     break_it(module)
-    with pytest.raises(AssertionError, match="after pass mutation: "):
-        verify(module, "mutation")
+    with pytest.raises(AssertionError, match=f"after pass {after}: "):
+        verify(module, after)
     complaints = []
     for node in module.graph.nodes:
         try:
@@ -132,7 +183,7 @@ def test_broken_graphs_are_noticed(break_it: Breaker, check: str, words: str) ->
 
 
 def test_every_check_is_tried() -> None:
-    assert {check.__name__ for check in CHECKS} == {name for _, name, _ in BROKEN}
+    assert {check.__name__ for checks in CHECKS.values() for check in checks} == {name for _, name, _ in BROKEN}
 
 
 def test_the_graph_itself_is_checked() -> None:
@@ -142,14 +193,14 @@ def test_the_graph_itself_is_checked() -> None:
     first = next(iter(module.graph.nodes))
     first.prepend(relu)  # now it comes before its operand
     with pytest.raises(RuntimeError):
-        verify(module, "mutation")
+        verify(module, "localise")
 
 
 def test_a_complaint_names_the_node() -> None:
     module = compiled().module
     halo_left_out(module)
     with pytest.raises(AssertionError, match=r"convolution.*needs halo in .*/h\{a-1:b\+1\}"):
-        verify(module, "mutation")
+        verify(module, "localise")
 
 
 def test_passes_are_recorded() -> None:

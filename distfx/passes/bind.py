@@ -25,6 +25,7 @@ from distfx.ops import LocalPart, LocalSize
 from distfx.passes.capture import InputSpec
 from distfx.passes.nodes import describe
 from distfx.passes.rule import Sized
+from distfx.passes.verify import verify
 from distfx.symbolic import evaluate, evaluate_number, evaluate_shape, show
 
 if TYPE_CHECKING:
@@ -130,9 +131,13 @@ def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str]
             part = _local(layout, shape, grid) if "part" in node.meta else source.meta["local"]
             bound = move.bind(_numbered_layout(layout, values), shape, part, grid)
             new.meta |= {"bound": bound, "local": bound.forward.after, "move": move}
+            if not any(split.window for split in node.meta["layout"].dims):  # else its reader says what is to come
+                new.meta["own"] = _local(node.meta["layout"], shape, grid, values)
         else:
             new.meta["local"] = _local(node.meta["layout"], shape, grid, values)
-    return Bound(GraphModule(module, graph), values)
+    bound_module = GraphModule(module, graph)
+    verify(bound_module, "bind")
+    return Bound(bound_module, values)
 
 
 def _whole_shape(node: Node, values: Values) -> tuple[int, ...]:

@@ -73,12 +73,11 @@ def compile_capture(
     records: list[PassRecord] = []
     known = dict(stored or {})
 
-    def run(name: str, action: Callable[[], GraphModule], checked: bool = True) -> GraphModule:
+    def run(name: str, action: Callable[[], GraphModule]) -> GraphModule:
         before = len(capture.graph.nodes) if not records else records[-1].nodes
         clock = time.perf_counter()
         module = action()
-        if checked:
-            verify(module, name)
+        verify(module, name)
         count = len(module.graph.nodes)
         records.append(PassRecord(name, time.perf_counter() - clock, count, count - before))
         return module
@@ -90,9 +89,12 @@ def compile_capture(
         decisions = decide(capture.graph, sizes, capture.hints, pins, known, capture.mutated)
         _check_axes(decisions, sizes)
         split_bias(capture.module, decisions, dict(sizes), known)
+        for node, decision in decisions.nodes.items():
+            node.meta["decision"] = decision
         return capture.module
 
-    run("plan", plan, checked=False)
+    verify(capture.module, "capture")
+    run("plan", plan)
     module = run("insert", lambda: insert_moves(capture.module, decisions, outputs))
     module = run("localise", lambda: localise(module, sizes))
     module.graph.eliminate_dead_code(_keep)
