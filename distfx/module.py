@@ -73,6 +73,7 @@ class Part(nn.Module):
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__()
         self._path, self._kind, self._fixed = path, type(module).__name__, _fixed(module)
+        self._shown = module.extra_repr()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_fixed", ()):
@@ -81,6 +82,9 @@ class Part(nn.Module):
 
     def _get_name(self) -> str:
         return self._kind
+
+    def extra_repr(self) -> str:
+        return self._shown
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise DistfxError(
@@ -142,6 +146,10 @@ class ParallelModule(nn.Module):
         """Before the first call of a model whose input is not known there are no parameters: not even none."""
         if not self._slots and any(True for _ in (*self._engine.model.parameters(), *self._engine.model.buffers())):
             raise DistfxError(NOT_YET)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self._slots:  # before the first call there is nothing to clear
+            super().zero_grad(set_to_none)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self._check_made()
@@ -299,7 +307,7 @@ class ParallelModule(nn.Module):
         return self._slices(layout, shape)
 
     def output_slices(self, index: int, shape: Sequence[int]) -> tuple[slice, ...]:
-        """This rank's part of the ``index``-th output of global ``shape``: what ``outputs="local"`` gives."""
+        """This rank's part of the ``index``-th output of global ``shape``: all of it, but with ``outputs="local"``."""
         results: Any = self.graph_module.graph.output_node().args[0]
         return self._slices(results[index].meta["layout"], shape)
 

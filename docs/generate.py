@@ -11,9 +11,10 @@ HEADER = """# Operators
 
 Generated from the table in `distfx/passes/rows` by `docs/generate.py`. The notation is explained in
 `distfx/passes/notation.py`: a factor may be split if it is written; `_` stays whole; `[s]` is read through a window.
-Every other element-wise operator of ATen (those tagged `pointwise`) goes by the row *pointwise*.
+Every other element-wise operator of ATen (those tagged `pointwise`) goes by the row *pointwise*. Names that ATen does
+not have (`pick_class`) are parts into which losses and writes are taken.
 
-| operator | ATen | pattern | what it communicates |
+| operator | names | pattern | what it communicates |
 |---|---|---|---|
 """
 

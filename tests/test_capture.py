@@ -647,13 +647,15 @@ class Branches(nn.Module):
         return -y
 
 
-def test_what_cannot_be_captured_is_explained() -> None:
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_cannot_be_captured_is_explained(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTFX_DEBUG", str(int(debug)))
     with pytest.raises(CaptureError) as error:
         capture(Branches(), (torch.randn(2, 3, 8, 8),), training=False)
     text = str(error.value)
     assert "Branches could not be captured with inputs (2, 3, 8, 8)" in text
-    assert "example_inputs" in text and "branches on the values of tensors" in text
-    assert error.value.__cause__ is not None
+    assert "branches on the values of tensors" in text and "DISTFX_DEBUG=1 shows torch's own account" in text
+    assert (error.value.__cause__ is not None) == debug  # hundreds of lines
     assert isinstance(error.value, DistfxError) and isinstance(error.value, ValueError)
 
 

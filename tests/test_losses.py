@@ -203,3 +203,18 @@ def test_a_loss_without_a_rule_is_named_as_the_users() -> None:
     of_function, of_module = (run(2, strictly, criterion)[0] for criterion in (median_loss, Median()))
     assert "quantile in the loss" in of_function and "loss.py:" not in of_function.replace("test_losses.py:", "")
     assert "quantile in criterion" in of_module and "test_losses.py:" in of_module
+
+
+def labels(grid: str, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    x, target = torch.randn(2, 3, *shape), torch.randint(0, CLASSES, (2, *shape))
+    conv = nn.Conv2d if len(shape) == 2 else nn.Conv3d
+    joint = distfx.with_loss(conv(3, CLASSES, 3, padding=1), nn.CrossEntropyLoss(torch.ones(CLASSES)))
+    net = distfx.parallelize(joint, grid, example_inputs=(x, target))
+    net(x, target)
+    return net.input_slices(0, x.shape), net.input_slices(1, target.shape)
+
+
+@pytest.mark.parametrize(("grid", "shape"), [("h2w2", (8, 6)), ("d2h2", (6, 8, 5)), ("n2w2", (6, 8, 5))])
+def test_labels_are_split_as_the_image_is(grid: str, shape: tuple[int, ...]) -> None:
+    for image, target in run(4, labels, grid, shape):
+        assert target == (image[0], *image[2:])

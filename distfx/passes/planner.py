@@ -247,9 +247,28 @@ def _anchored(
 # ------------------------------------------------------------------------------------------------- decisions
 
 
-def natural_layout(shape: Sequence[Size], sizes: Mapping[str, int], hints: Mapping[sympy.Symbol, int]) -> Layout:
-    """How an input comes in: samples over ``n``, space over ``d``, ``h``, ``w`` if there is enough; channels whole."""
-    names = {2: "n ", 3: "n w", 4: "n hw", 5: "n dhw"}.get(len(shape), "n" if shape else "")
+_DIMS = {1: "n", 2: "n ", 3: "n w", 4: "n hw", 5: "n dhw"}
+"""The axes that may split an input, by its rank."""
+
+
+def natural_layout(
+    shape: Sequence[Size],
+    sizes: Mapping[str, int],
+    hints: Mapping[sympy.Symbol, int],
+    others: Sequence[Sequence[Size]] = (),
+) -> Layout:
+    """How an input comes in: samples over ``n``, space over ``d``, ``h``, ``w`` if there is enough; channels whole.
+
+    One that has the sizes of another of the inputs, ``others``, but for its channels is a label for each position.
+    """
+
+    def numbers(sizes: Sequence[Size]) -> list[int]:
+        return [evaluate(size, hints) for size in sizes]
+
+    names = _DIMS.get(len(shape), "n" if shape else "")
+    for other in others:
+        if len(other) == len(shape) + 1 and numbers([*other[:1], *other[2:]]) == numbers(shape) and len(other) in _DIMS:
+            names = _DIMS[len(other)].replace(" ", "")
 
     def fits(dim: int, name: str) -> bool:
         return shape[dim] != 1 and (name == "n" or evaluate(shape[dim], hints) >= sizes[name])
@@ -284,11 +303,11 @@ def decide(
     plan = Decisions()
     stored = stored or {}
     matched: set[str] = set()
+    inputs = [node.meta["shape"] for node in graph.find_nodes(op="placeholder") if "shape" in node.meta]
     for node in graph.nodes:
         if node.op == "placeholder":
-            plan.layouts[node] = (
-                natural_layout(node.meta["shape"], sizes, hints) if "shape" in node.meta else Layout(())
-            )
+            shape = node.meta.get("shape", ())
+            plan.layouts[node] = natural_layout(shape, sizes, hints, inputs)
         elif node.op == "get_attr":
             shape = node.meta["shape"]
             plan.layouts[node] = stored.get(str(node.target)) or Layout.replicated(len(shape))

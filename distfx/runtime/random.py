@@ -1,7 +1,7 @@
 """Random operators: ranks with the same part of a tensor draw the same numbers, others independent ones.
 
 Every pass has a seed, drawn by rank 0 from torch's default generator, so ``torch.manual_seed`` there makes a run
-reproducible. A node's numbers come from that seed, the node's number in the graph, and the number of the part.
+reproducible. A node's numbers come from that seed, the node's name, and the number of the part.
 """
 
 from __future__ import annotations
