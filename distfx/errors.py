@@ -33,7 +33,7 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame, depth = frame.f_back, depth + 1
-    warnings.warn(text, kind, stacklevel=depth - 1)
+    warnings.warn(text, kind, stacklevel=depth)
 
 
 class DistfxError(ValueError):

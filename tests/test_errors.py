@@ -217,7 +217,9 @@ def lenient() -> list[str]:
         net = distfx.parallelize(Odd(), distfx.Grid(h=-1))
         net(torch.randn(1, 3, 8, 8))
     assert "(whole)" in str(net.plan) and "run whole" in distfx.explain(net)
-    return [str(w.message) for w in caught if issubclass(w.category, distfx.FallbackWarning)]
+    said = [w for w in caught if issubclass(w.category, distfx.FallbackWarning)]
+    assert all(w.filename == __file__ for w in said), "a warning names the line that called distfx"
+    return [str(w.message) for w in said]
 
 
 def test_otherwise_one_warning_names_them() -> None:

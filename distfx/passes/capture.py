@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import sympy
 import torch
 import torch.utils._pytree as pytree
@@ -433,7 +434,7 @@ def constants_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, .
     """What a graph has fixed of the arguments of a call, as text: their structure, and those that are not tensors."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     for leaf in leaves:
-        if hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
+        if hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor | numpy.generic):
             kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
             raise DistfxError(f"an argument is a {kind}: give torch.as_tensor(x)")
     return (f"arguments {spec}", *(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)))
