@@ -138,7 +138,7 @@ def test_parts_are_not_called() -> None:
     """A hook that never runs would be a silent fault."""
     *messages, text = run(1, parts_say_no)[0]
     assert all("conv (Conv2d) is a part of a parallel module" in message for message in messages)
-    assert "(bn): BatchNorm2d()" in text
+    assert "(bn): BatchNorm2d(" in text and "eps=1e-05" in text
 
 
 def local_outputs() -> float:
