@@ -157,6 +157,7 @@ def test_what_is_predicted_is_sent(world: int, grid: str, strategy: str) -> None
 
 
 def test_needs_no_processes_and_no_memory() -> None:
+    before = torch.distributed.is_initialized()
     with torch.device("meta"):
         model = nn.Sequential(
             nn.Conv3d(4, 64, 3, padding=1),
@@ -174,7 +175,7 @@ def test_needs_no_processes_and_no_memory() -> None:
     plan = distfx.plan(model, grid, (64, 4, 512, 512, 512))
     middle = distfx.plan(model, grid, (64, 4, 512, 512, 512), rank=4095 - 21)
     assert time.perf_counter() - clock < 30
-    assert not torch.distributed.is_initialized()
+    assert torch.distributed.is_initialized() == before  # another test may have made a group
     assert plan.bytes("forward") > 0 and plan.bytes("backward") > 0
     assert middle.bytes() > plan.bytes()  # rank 0 lies in a corner, and has fewer neighbours
     assert model[0].weight.is_meta and model.training
