@@ -15,7 +15,7 @@ import atexit
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distfx.errors import DistfxError
 from distfx.layout import Coords, is_channel_axis
-from distfx.runtime.agree import agree
+from distfx.runtime.agree import agree, together
 from distfx.runtime.failure import During
 from distfx.runtime.gloo import let_others_first
 from distfx.runtime.launch import init
@@ -101,8 +101,12 @@ class Grid:
         h: int = 1,
         w: int = 1,
     ) -> None:
-        sizes = _sizes(n, c, d, h, w)
+        self._start(lambda: _sizes(n, c, d, h, w))
+
+    def _start(self, read: Callable[[], dict[str, int]]) -> None:
+        """Become the grid of these sizes on all ranks; a mistake on one of them is raised on all."""
         launch = init()
+        sizes = together(launch.world, read)
         agree(launch.world, "grids", _text(sizes))
         self._setup(_infer(sizes, launch.world), launch.rank, launch.device.type)
         self._check_world(launch.world)
@@ -141,7 +145,13 @@ class Grid:
     @classmethod
     def parse(cls, text: str) -> Grid:
         """``Grid.parse("n2c2h2")`` is ``Grid(n=2, c=2, h=2)``; ``c2x4`` is ``c=(2, 4)``; ``n-1`` infers."""
-        return cls(**_parse(text))
+        return cls._started(lambda: _sizes(**_parse(text)))
+
+    @classmethod
+    def _started(cls, read: Callable[[], dict[str, int]]) -> Grid:
+        grid = cls.__new__(cls)
+        grid._start(read)
+        return grid
 
     @classmethod
     def parse_abstract(cls, text: str) -> Grid:
@@ -154,8 +164,7 @@ class Grid:
         if isinstance(grid, str):
             return cls.parse_abstract(grid)
         if isinstance(grid, Mapping):
-            _check_names(grid)
-            return cls.abstract(**grid)
+            return cls.abstract(**_named(grid))
         return cls.of(grid).at(0)
 
     @classmethod
@@ -165,34 +174,14 @@ class Grid:
             return grid
         if isinstance(grid, str):
             return cls.parse(grid)
-        if isinstance(grid, Mapping):
-            _check_names(grid)
-            return cls(**grid)
         if isinstance(grid, DeviceMesh):
             return cls._of_mesh(grid)
-        raise DistfxError(f"a grid is a distfx.Grid, a text like 'n2h2', a dict or a DeviceMesh, not {type(grid)}")
+        return cls._started(lambda: _sizes(**_named(grid)))
 
     @classmethod
     def _of_mesh(cls, mesh: DeviceMesh) -> Grid:
-        names = mesh.mesh_dim_names
-        if names is None or not set(names) <= {*AXES, "c0", "c1"}:
-            raise DistfxError(
-                f"the dims of the DeviceMesh must be named after the axes {', '.join(AXES)}, not {names}: "
-                "init_device_mesh(..., mesh_dim_names=('n', 'h'))"
-            )
-        if ("c0" in names) != ("c1" in names) or {"c", "c0"} <= set(names):
-            raise DistfxError(
-                f"the DeviceMesh has dims {names}: the channel axis is one, c, or its two factors, c0 and c1"
-            )
-        order = [axis for axis in ("n", "c", "c0", "c1", "d", "h", "w") if axis in names]
-        if list(names) != order or mesh.mesh.flatten().tolist() != list(range(mesh.size())):
-            raise DistfxError(
-                f"the DeviceMesh must have its dims in the order {order} and its ranks in row-major order"
-            )
-        launch = init()
-        agree(launch.world, "grids", _text(dict(zip(names, mesh.mesh.shape, strict=True))))
-        grid = cls._make(dict(zip(names, mesh.mesh.shape, strict=True)), launch.rank, mesh.device_type)
-        grid._check_world(launch.world)
+        grid = cls._started(lambda: _mesh_sizes(mesh))
+        grid._device_type = mesh.device_type
         _remember()
         if min(mesh.mesh.shape) == 1:
             grid._given = mesh
@@ -368,13 +357,34 @@ class Grid:
 GridLike = Grid | str | Mapping[str, int] | DeviceMesh
 
 
-def _check_names(grid: Mapping[str, Any]) -> None:
-    unknown = sorted(set(grid) - set(AXES))
+def _mesh_sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """The axes of a mesh that is built as a grid's own."""
+    names = mesh.mesh_dim_names
+    if names is None or not set(names) <= {*AXES, "c0", "c1"}:
+        raise DistfxError(
+            f"the dims of the DeviceMesh must be named after the axes {', '.join(AXES)}, not {names}: "
+            "init_device_mesh(..., mesh_dim_names=('n', 'h'))"
+        )
+    if ("c0" in names) != ("c1" in names) or {"c", "c0"} <= set(names):
+        raise DistfxError(f"the DeviceMesh has dims {names}: the channel axis is one, c, or its two factors, c0 and c1")
+    order = [axis for axis in ("n", "c", "c0", "c1", "d", "h", "w") if axis in names]
+    if list(names) != order or mesh.mesh.flatten().tolist() != list(range(mesh.size())):
+        raise DistfxError(f"the DeviceMesh must have its dims in the order {order} and its ranks in row-major order")
+    return dict(zip(names, mesh.mesh.shape, strict=True))
+
+
+def _named(grid: Any) -> dict[str, Any]:
+    """A dict of sizes, if it is one."""
+    if not isinstance(grid, Mapping):
+        kind = type(grid).__name__
+        raise DistfxError(f"a grid is a distfx.Grid, a text like 'n2h2', a dict or a DeviceMesh, not {kind}")
+    unknown = sorted(set(map(str, grid)) - set(AXES))
     if unknown:
         raise DistfxError(f"unknown axis {unknown[0]!r} in {dict(grid)}: the axes are {', '.join(AXES)}")
+    return dict(grid)
 
 
-def _sizes(n: int, c: int | tuple[int, int], d: int, h: int, w: int) -> dict[str, int]:
+def _sizes(n: int = 1, c: int | tuple[int, int] = 1, d: int = 1, h: int = 1, w: int = 1) -> dict[str, int]:
     """The axes in mesh order, validated."""
     sizes = {"n": n, "c": c, "d": d, "h": h, "w": w}
     flat: dict[str, Any] = {}

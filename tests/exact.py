@@ -61,14 +61,16 @@ def _exact(
     steps: int = 1,
     sgd: int = 0,
     example: bool = False,
+    again: bool = False,
     kwargs: dict[str, Any] | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     sensitive: bool = False,
 ) -> dict[str, Any]:
     """Compare for each of ``shapes`` in turn (one parallel module serves them all), then train both for ``sgd`` steps.
 
-    ``example``: give ``parallelize`` an input of the first shape. ``sensitive``: also measure how much the plain model
-    answers to rounding. See the module's docstring.
+    ``example``: give ``parallelize`` an input of the first shape. ``again``: let the first call plan again, where the
+    input was a guess. ``sensitive``: also measure how much the plain model answers to rounding. See the module's
+    docstring.
     """
     torch.manual_seed(7)
     model = build(**(kwargs or {})).to(dtype)
@@ -83,7 +85,8 @@ def _exact(
     given = draw(shapes[0], dtype) if example else None
     place = distfx.Grid.parse(grid) if grid else distfx.Grid()
     net = distfx.parallelize(model, place, example_inputs=given, strategy=strategy)
-    net._engine.guessed = False  # the plan for large images stays, so that parts may be smaller than halos, or empty
+    if not again:  # the plan for large images stays, so that parts may be smaller than halos, or empty
+        net._engine.guessed = False
     errors: dict[str, float] = {}
     idle: set[str] = set()
     bytes_: list[tuple[int, int]] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -310,8 +312,11 @@ def one_rank_only(how: str) -> None:
     first = dist.get_rank() == 0
     x = torch.randn(2, 3, 8, 8)
     example = (x,) if how == "example" and first else None
+    grid: Any = {"grid text": "z2", "grid dict": {"y": 2}, "grid kind": 2}.get(how, "h2") if first else "h2"
+    if how == "grid":
+        distfx.Grid(h=0 if first else 2)
     net = distfx.parallelize(
-        conv_net(), distfx.Grid(h=2), example, outputs="x" if how == "option" and first else "global", check=True
+        conv_net(), grid, example, outputs="x" if how == "option" and first else "global", check=True
     )
     if how == "values":
         torch.manual_seed(dist.get_rank())
@@ -330,6 +335,10 @@ def one_rank_only(how: str) -> None:
         ("state dict", "full_state_dict"),
         ("autocast", "autocast to torch.bfloat16"),
         ("option", "outputs='x': it is 'global'"),
+        ("grid", "axis h (height) has size 0"),
+        ("grid text", "cannot read axis 'z' of grid 'z2'"),
+        ("grid dict", "unknown axis 'y'"),
+        ("grid kind", "a grid is a distfx.Grid"),
     ],
 )
 def test_what_one_rank_does_otherwise_raises_on_all(how: str, words: str) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import distfx
-from tests.exact import relative
-from tests.models import Image, pair
+from tests.exact import check, relative
+from tests.models import Image, on, pair
 from tests.ranks import run
 
 
@@ -239,3 +239,28 @@ def short_vector() -> float:
 
 def test_a_vector_is_no_batch() -> None:
     assert max(run(4, short_vector)) < 1e-12
+
+
+class OneImage(nn.Module):
+    """Every layer that takes an image without a batch, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.even = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 2, padding="same")
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+        self.up, self.average = nn.ConvTranspose2d(8, 4, 4, 2, 1), nn.AvgPool2d(3, 1, 1)
+        self.last, self.fourth = nn.MaxPool2d(3, 2, 1), nn.AdaptiveMaxPool2d(2)
+        self.whole, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y, where = self.pool(self.conv(x))
+        y = self.average(self.up(self.unpool(self.even(y).relu(), where)))
+        return self.head(self.whole(y).flatten()), self.fourth(y), self.last(y)
+
+
+@on("", "h2", "w3", "c2", "h2w2", "c2h2")
+def test_images_without_a_batch(world: int, grid: str) -> None:
+    results = check(OneImage, grid, [(3, 16, 14), (3, 18, 12)], example=True)
+    algorithms = {row.algorithm for row in results[0]["rows"] if "convolution" in row.op}
+    expected = "stationary" if "c" in grid else "spatial" if grid else "replicated"
+    assert algorithms and all(expected in algorithm for algorithm in algorithms), algorithms

@@ -59,17 +59,17 @@ def test_mixed_algorithms(world: int, grid: str) -> None:
 @on("", "h2", "c2", "w2", "h3", "c2h2", "h2w2", "c2h2w2")
 def test_many_sizes_one_network(world: int, grid: str) -> None:
     """Batch 1 too, odd sizes, and each size twice: the second time nothing is bound anew."""
-    check(Rich, grid, [(2, 3, 32, 32), (1, 3, 33, 17), (3, 3, 40, 47)], steps=2)
+    check(Rich, grid, [(2, 3, 32, 32), (1, 3, 33, 17), (3, 3, 40, 47)], steps=2, again=True)
 
 
 @on("n2", "n3", "n2c2", "n2h2")
 def test_many_batches_one_network(world: int, grid: str) -> None:
-    check(Rich, grid, [(4, 3, 24, 24), (3, 3, 24, 24), (7, 3, 21, 30), (4, 3, 24, 24)])
+    check(Rich, grid, [(4, 3, 24, 24), (3, 3, 24, 24), (7, 3, 21, 30), (4, 3, 24, 24)], again=True)
 
 
 @cases("grid shapes", [("d2h2", [(1, 2, 4, 6, 8), (2, 2, 8, 4, 6)]), ("c2w2", [(1, 2, 6, 8, 10)])])
 def test_many_volumes_one_network(world: int, grid: str, shapes: list[tuple[int, ...]]) -> None:
-    check(Volume, grid, shapes)
+    check(Volume, grid, shapes, again=True)
 
 
 @on("", "n2", "c2", "h2", "w3", "n2c2", "c2h2", "h2w2", "c4", "n2c2h2")
@@ -80,7 +80,7 @@ def test_eval_mode(world: int, grid: str) -> None:
 
 @on("n2", "c2", "h2", "n2c2", "c2h2", "h2w2", "n2c2h2")
 def test_float32(world: int, grid: str) -> None:
-    check(Rich, grid, [(4, 3, 32, 32)], dtype=torch.float32)
+    check(Rich, grid, [(4, 3, 32, 32)], dtype=torch.float32, again=True)
 
 
 @on("c2", "h2", "c2h2")

@@ -157,7 +157,7 @@ def everything() -> Iterator[tuple[str, str]]:
 
 def compare(name: str, grid: str, train: bool) -> None:
     net = NETWORKS[name]
-    results = check(net.build, grid, [net.shape], kwargs=net.kwargs, train=train, sgd=3, **net.options)
+    results = check(net.build, grid, [net.shape], kwargs=net.kwargs, train=train, sgd=3, again=True, **net.options)
     unused = {"auxiliary.weight", "auxiliary.bias"} if name == "inception" and not train else set()
     assert results[0]["idle"] == unused, "the input does not reach every layer"
 

@@ -344,8 +344,52 @@ def _is_pure(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags
 
 
-def canonical(graph: Graph, node: Node) -> None:
-    """One operator for each idea: ``convolution`` for all convolutions, ``reshape`` for all views, and so on."""
+_POOLS = {f"{kind}{rank}d": rank for rank in (1, 2, 3) for kind in ("max_pool", "avg_pool", "adaptive_avg_pool")}
+_POOLS |= {f"{kind}{rank}d": rank for rank in (1, 2, 3) for kind in ("adaptive_max_pool", "fractional_max_pool")}
+_POOLS |= {f"max_unpool{rank}d": rank for rank in (2, 3)} | {f"max_pool{rank}d_with_indices": rank for rank in (1, 2, 3)}
+"""How many dims of space a pooling has, by the operator's name."""
+
+
+def _space(node: Node) -> int:
+    """Of an operator that takes images without a batch, too: how many dims of space it has; else 0."""
+    if node.target is aten.convolution.default:
+        stride: Any = node.args[3]
+        return len(stride)
+    target = node.target.op if isinstance(node.target, Nth) else node.target
+    return _POOLS.get(getattr(target, "__name__", "").partition(".")[0], 0)
+
+
+def _batched(graph: Graph, node: Node) -> Node:
+    """An operator on one image is that on a batch of one. Gives the call that computes."""
+    space = _space(node)
+    images = [a for a in node.args[:2] if isinstance(a, Node) and a.op != "get_attr"] if space else []
+    images = [image for image in images if len(image.meta["shape"]) == space + 1]
+    if not images or len(node.meta["shape"]) != space + 1:  # of several results each has a call of its own
+        return node
+
+    def batch(image: Node) -> Node:
+        shape = [1, *image.meta["shape"]]
+        same = (user for user in image.users if user.target is aten.reshape.default and user.args == (image, shape))
+        return next(same, None) or _call(graph, node, aten.reshape.default, (image, shape), shape)
+
+    shape = list(node.meta["shape"])
+    args = tuple(batch(a) if isinstance(a, Node) and a in images else a for a in node.args)
+    made = _call(graph, node, node.target, args, [1, *shape])
+    made.kwargs, node.kwargs = node.kwargs, {}
+    node.target, node.args = aten.reshape.default, (made, shape)
+    return made
+
+
+def canonical(graph: Graph, node: Node) -> Node:
+    """One operator for each idea: ``convolution`` for all convolutions, ``reshape`` for all views, and so on.
+
+    Gives the call that is the module's own, if it was one.
+    """
+    _rewrite(graph, node)
+    return _batched(graph, node)
+
+
+def _rewrite(graph: Graph, node: Node) -> None:
     if split_loss(graph, node):
         return
     target = node.target

@@ -510,8 +510,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
             values[node] = done
             if writes(node) and done.target is not node.target:
                 values |= dict.fromkeys(same_tensor(node.args[0]), done)
-            canonical(graph, done)
-            name_after_module(done, node)
+            name_after_module(canonical(graph, done), node)
     made = GraphModule(module, graph)
     made.graph.eliminate_dead_code(is_impure)
     made.recompile()
