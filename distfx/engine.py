@@ -48,6 +48,7 @@ from distfx.predict import gradient_buckets, plan_of
 from distfx.runtime.agree import agree, host_group, together
 from distfx.runtime.check import Checked
 from distfx.runtime.failure import During
+from distfx.runtime.formats import any_channels_last, local_parts
 from distfx.runtime.link import link
 from distfx.runtime.parameters import Bucket
 
@@ -58,8 +59,10 @@ MANY_GRAPHS = 16
 KEPT = 256
 """So many bound graphs are kept; the one that was not used for longest goes first."""
 
-FLAGS = 62
+FLAGS = 61
 """So many inputs of a call are looked at for being parts already."""
+CHANNELS_FIRST = 1 << FLAGS
+"""Set where nothing lies channels last."""
 
 SLOW = 30.0
 """Seconds after which a user is told what is being done."""
@@ -318,7 +321,9 @@ class Engine:
         said = [f"{name} = {values}" for name, values in changed_numbers(self.numbers.get(mode, {})).items()]
         fits = self._fits(mode, tensors)
         text = "\n".join((*key, *said, self._state_text(held, state)))
-        common = agree(self.grid.size, "inputs or parameters", text, fits or 0)
+        first = not any_channels_last(local_parts(tensors)) and not any_channels_last(local_parts(held.values()))
+        common = agree(self.grid.size, "inputs or parameters", text, (fits or 0) | CHANNELS_FIRST * first)
+        last = not common & CHANNELS_FIRST
         if said:
             raise DistfxError(
                 f"attributes of the model have changed, which its graph has fixed: {'; '.join(said)}. Parallelize "
@@ -331,17 +336,17 @@ class Engine:
             common = agree(self.grid.size, "inputs", "", self._fits(mode, tensors) or 0)
         local = [bool(common >> i & 1) for i in range(len(tensors))]
         self._warn_of_gathers(self.compiled[mode][0], tensors, local)
-        entry = (mode, key, tuple(local), state)
+        entry = (mode, key, tuple(local), last, state)
         if entry not in self.prepared:
             number, specs, values = self._fit(mode, args, kwargs, tensors, ready)
             compiled = self.compiled[mode][number]
             held = ready(compiled)
             inputs = {s.name: t.requires_grad for s, t in zip(specs, tensors, strict=True)}
             given = {s.name for s, is_local in zip(specs, local, strict=True) if is_local}
-            runnable = self._bind(compiled, values, given, inputs, held)
+            runnable = self._bind(compiled, values, given, inputs, held, last)
             if len(self.prepared) >= KEPT:
                 del self.prepared[next(iter(self.prepared))]  # the one that was not used for longest
-            entry = (*entry[:3], _state(held))  # as the next such call will find it
+            entry = (*entry[:-1], _state(held))  # as the next such call will find it
             self.prepared[entry] = (number, runnable)
         number, runnable = self.prepared[entry] = self.prepared.pop(entry)
         self.latest[mode], self.last[mode] = number, runnable.plan
@@ -472,6 +477,7 @@ class Engine:
         local: set[str],
         inputs: Mapping[str, bool],
         parameters: Mapping[str, Tensor],
+        last: bool,
     ) -> Runnable:
         bound = bind(compiled.module, values, self.grid, local)
         changed = _converted(compiled, parameters)
@@ -480,9 +486,9 @@ class Engine:
                 node.meta["dtype"] = changed[node.meta["dtype"]]
         trained = {name: tensor.requires_grad for name, tensor in parameters.items()}
         dtypes = {name: tensor.dtype for name, tensor in parameters.items()}
-        buckets = gradient_buckets(bound, trained, self.grid, dtypes)
+        buckets = gradient_buckets(bound, trained, self.grid, dtypes, last)
         plan = plan_of(compiled, bound, self.grid, inputs, trained, buckets)
-        linked = link(bound.module, self.grid, buckets)
+        linked = link(bound.module, self.grid, buckets, last)
         return Runnable(Checked(linked, self.grid, local) if self.check else linked, buckets, plan)
 
     # --------------------------------------------------------------------------------------------------- inputs

@@ -142,9 +142,14 @@ def _nbytes(node: Node) -> int:
 
 
 def gradient_buckets(
-    bound: Bound, trained: Mapping[str, bool], grid: Grid, dtypes: Mapping[str, torch.dtype] | None = None
+    bound: Bound,
+    trained: Mapping[str, bool],
+    grid: Grid,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    last: bool = False,
 ) -> list[Bucket]:
-    """The buckets in which the gradients of a graph's parameters are reduced; ``dtypes`` as they are now."""
+    """The buckets in which the gradients of a graph's parameters are reduced; ``dtypes`` as they are now; ``last``:
+    weights lie channels last."""
     now = dtypes or {}
     wanted, owned = [], set()
     has_gradient = _has_gradient(bound, {}, trained)
@@ -154,7 +159,7 @@ def gradient_buckets(
             axes = tuple(axis for axis in grid.axes if axis in node.meta["layout"].varying)
             dtype = now.get(str(node.target), node.meta["dtype"])
             wanted.append((str(node.target), axes, _nbytes(node), dtype))
-    return make_buckets(wanted, grid, owned)
+    return make_buckets(wanted, grid, owned, last)
 
 
 def _has_own_gradient(node: Node) -> bool:

@@ -230,9 +230,9 @@ def _cases() -> list[Case]:
 CASES = _cases()
 
 
-def bound(case: Case, grid: Grid, local: tuple[int, ...]) -> tuple[BoundMove, RunMove]:
+def bound(case: Case, grid: Grid, local: tuple[int, ...], last: bool = False) -> tuple[BoundMove, RunMove]:
     move = case.move.bind(Layout.parse(case.layout), case.shape, local, grid)
-    return move, RunMove(move, grid.segment(case.move.axes), "node")
+    return move, RunMove(move, grid.segment(case.move.axes), "node", last=last)
 
 
 def border_of(case: Case) -> dict[int, tuple[int, str, float]]:
@@ -329,7 +329,7 @@ def test_native_gathers(world: int, case: Case) -> None:
     if len(case.shape) == 4 and not isinstance(case.move, Slice):
         for outcome in run(world, check_native, case, True):
             assert all(right for right, _ in outcome.values()), outcome
-            assert outcome["channels_last"][1], "channels_last was lost"
+            assert outcome["channels_last, last"][1], "channels_last was lost"
 
 
 # ------------------------------------------------------------------------------------------------- the ledger
@@ -514,7 +514,9 @@ def formatted(x: Tensor, name: str) -> Tensor:
 
 
 def check_formats(case: Case, dtype: torch.dtype) -> dict[str, tuple[bool, bool]]:
-    """For each memory format of the input and of the gradient: whether value and gradient are right and kept so."""
+    """For each memory format of the input and of the gradient: whether value and gradient are right, and whether
+    they are in the format of the graph. Mixed: each rank has another, as where a part of one channel has both.
+    """
     grid = Grid.parse(case.grid)
     layout = Layout.parse(case.layout)
     outcome = {}
@@ -524,13 +526,16 @@ def check_formats(case: Case, dtype: torch.dtype) -> dict[str, tuple[bool, bool]
     grad = cotangent(want, case.move.result(layout), grid, 2)
     want.backward(grad)
     assert plain.grad is not None
-    for name in FORMATS:
-        x = formatted(plain.detach().to(dtype), name).requires_grad_(True)
-        y = go(x)
-        y.backward(formatted(grad.to(dtype), name))
-        assert x.grad is not None
-        right = torch.equal(y.double(), want) and torch.equal(x.grad.double(), plain.grad) and y.dtype == dtype
-        outcome[name] = (right, y.stride(1) == 1)
+    for last in (False, True):
+        _, go = bound(case, grid, tuple(plain.shape), last)
+        for name in (*FORMATS, "mixed"):
+            here = FORMATS[grid.rank % 2] if name == "mixed" else name
+            x = formatted(plain.detach().to(dtype), here).requires_grad_(True)
+            y = go(x)
+            y.backward(formatted(grad.to(dtype), here))
+            assert x.grad is not None
+            right = torch.equal(y.double(), want) and torch.equal(x.grad.double(), plain.grad) and y.dtype == dtype
+            outcome[f"{name}, {'last' if last else 'first'}"] = (right, y.stride(1) == 1)
     return outcome
 
 
@@ -540,17 +545,16 @@ def check_formats(case: Case, dtype: torch.dtype) -> dict[str, tuple[bool, bool]
 def test_memory_formats_and_dtypes(world: int, dtype: torch.dtype, case: Case) -> None:
     for outcome in run(world, check_formats, case, dtype):
         assert all(right for right, _ in outcome.values()), outcome
-        assert outcome["channels_last"][1], "channels_last was lost"
+        assert outcome["channels_last, last"][1], "channels_last was lost"
 
 
 def slice_then_halo() -> tuple[int, ...]:
     """The strides of a channels_last input after the moves in front of a first convolution."""
     grid = Grid.parse("h2")
     x = numbers((2, 3, 8, 4), 1).to(memory_format=torch.channels_last)
-    y = bound(Case("h2", "N C H W", (2, 3, 8, 4), Slice(("h",), 2)), grid, (2, 3, 8, 4))[1](x)
-    return bound(Case("h2", "N C H/h W", (2, 3, 8, 4), halo(("h",), 2, "a-1:b+1", 8)), grid, (2, 3, 4, 4))[1](
-        y
-    ).stride()
+    y = bound(Case("h2", "N C H W", (2, 3, 8, 4), Slice(("h",), 2)), grid, (2, 3, 8, 4), last=True)[1](x)
+    case = Case("h2", "N C H/h W", (2, 3, 8, 4), halo(("h",), 2, "a-1:b+1", 8))
+    return bound(case, grid, (2, 3, 4, 4), last=True)[1](y).stride()
 
 
 def test_channels_last_is_kept_from_the_input_on() -> None:

@@ -344,10 +344,7 @@ def _is_pure(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded not in target.tags
 
 
-_POOLS = {f"{kind}{rank}d": rank for rank in (1, 2, 3) for kind in ("max_pool", "avg_pool", "adaptive_avg_pool")}
-_POOLS |= {f"{kind}{rank}d": rank for rank in (1, 2, 3) for kind in ("adaptive_max_pool", "fractional_max_pool")}
-_POOLS |= {f"max_unpool{rank}d": rank for rank in (2, 3)} | {f"max_pool{rank}d_with_indices": rank for rank in (1, 2, 3)}
-"""How many dims of space a pooling has, by the operator's name."""
+_POOLING = re.compile(r"(?:adaptive_|fractional_)?(?:max|avg)_(?:un)?pool(\d)d")
 
 
 def _space(node: Node) -> int:
@@ -356,7 +353,8 @@ def _space(node: Node) -> int:
         stride: Any = node.args[3]
         return len(stride)
     target = node.target.op if isinstance(node.target, Nth) else node.target
-    return _POOLS.get(getattr(target, "__name__", "").partition(".")[0], 0)
+    pooling = _POOLING.match(getattr(target, "__name__", ""))
+    return int(pooling[1]) if pooling else 0
 
 
 def _batched(graph: Graph, node: Node) -> Node:

@@ -29,9 +29,17 @@ class RunMove:
     """A bound move with its segment: a callable on local tensors."""
 
     def __init__(
-        self, move: BoundMove, segment: Segment, node: str = "", name: str = "", path: str | None = None
+        self,
+        move: BoundMove,
+        segment: Segment,
+        node: str = "",
+        name: str = "",
+        path: str | None = None,
+        last: bool = False,
     ) -> None:
         self.move, self.segment, self.node, self.path = move, segment, node, path
+        self.last = last
+        """Whether images lie channels last."""
         self.__name__ = name or move.name
         self.during = {phase: During(self.__name__, node, path, segment, phase) for phase in ("forward", "backward")}
 
@@ -40,7 +48,7 @@ class RunMove:
 
     def start(self, half: Half, x: Tensor, phase: str) -> Pending[Tensor]:
         """Start one half, and enter it into the ledger."""
-        return self.begin(half, phase, x.element_size(), lambda: start(half, x, self.segment))
+        return self.begin(half, phase, x.element_size(), lambda: start(half, x, self.segment, self.last))
 
     def begin(self, half: Half, phase: str, itemsize: int, action: Callable[[], Pending[T]]) -> Pending[T]:
         """Start one half by ``action``, and enter it into the ledger."""
@@ -63,7 +71,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, run: RunMove) -> Tensor:
         ctx.run = run
         result = run.wait(run.start(run.move.forward, x, "forward"), "forward")
-        return result.view_as(x) if result is x else result
+        return x.detach() if result is x else result  # a view, but one with the very strides
 
     @staticmethod
     @once_differentiable

@@ -21,9 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from distfx.moves import Along
 from distfx.runtime.autocast import lowered
+from distfx.runtime.formats import laid
 from distfx.runtime.functions import RunMove
 from distfx.runtime.halves import pack, place
-from distfx.runtime.transport import Pending, Work, dense, send_receive
+from distfx.runtime.transport import Pending, Work, send_receive
 from distfx.schedule import Message, Schedule
 
 __all__ = ["HaloConvolution"]
@@ -184,7 +185,7 @@ class _HaloConvolution(torch.autograd.Function):
                 return x.new_zeros(conv.empty)
             return conv.convolve(whole, weight, bias, conv.padding)
         plan = half.schedule
-        x = dense(x)  # a slice of an input: copied once, not by each kernel
+        x = laid(x, run.last)  # a slice of an input: copied once, not by each kernel
         flight = run.begin(half, "forward", x.element_size(), lambda: _edges(run, x, dim, plan.send, plan.receive))
         result = conv.convolve(x, weight, bias, conv.around)
         received = run.wait(flight, "forward")

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from distfx.grid import Segment
 from distfx.moves import Along, Half, Masked, Nothing, Put, Reduce, Take, Transpose
+from distfx.runtime.formats import empty, memory_order
 from distfx.runtime.transport import (
     Pending,
     Ready,
     Work,
     all_gather_even,
     all_reduce,
-    empty_like,
     has_native_gather,
-    memory_order,
     reduce_scatter_even,
     send_receive,
 )
@@ -43,36 +42,36 @@ class _InFlight(Pending[Tensor]):
 
 
 @singledispatch
-def start(half: Half, x: Tensor, segment: Segment) -> Pending[Tensor]:
-    """Start ``half`` on the local tensor ``x``."""
+def start(half: Half, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
+    """Start ``half`` on the local tensor ``x``; ``last``: images lie channels last, on all ranks alike."""
     raise TypeError(f"no way to run {type(half).__name__}")
 
 
 @start.register
-def _(half: Nothing, x: Tensor, segment: Segment) -> Pending[Tensor]:
+def _(half: Nothing, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
     return Ready(x)
 
 
 @start.register
-def _(half: Masked, x: Tensor, segment: Segment) -> Pending[Tensor]:
+def _(half: Masked, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
     return Ready(x if half.keep else torch.zeros_like(x))
 
 
 @start.register
-def _(half: Take, x: Tensor, segment: Segment) -> Pending[Tensor]:
+def _(half: Take, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
     return Ready(x.narrow(half.dim, half.lo, half.after[half.dim]))
 
 
 @start.register
-def _(half: Put, x: Tensor, segment: Segment) -> Pending[Tensor]:
-    result = empty_like(half.after, x).zero_()
+def _(half: Put, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
+    result = empty(half.after, x, last).zero_()
     result.narrow(half.dim, half.lo, half.before[half.dim]).copy_(x)
     return Ready(result)
 
 
 @start.register
-def _(half: Reduce, x: Tensor, segment: Segment) -> Pending[Tensor]:
-    order, back = memory_order(x)
+def _(half: Reduce, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
+    order, back = memory_order(x.dim(), last)
     result = x.permute(order).clone(memory_format=torch.contiguous_format)
     return _InFlight([all_reduce(segment, result)], lambda: result.permute(back), [result])
 
@@ -121,17 +120,17 @@ def _landing(result: Tensor, dim: int, message: Message) -> tuple[Tensor, bool]:
 
 
 @start.register
-def _(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
+def _(half: Along, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
     if _even_gather(half, segment) and has_native_gather(segment, x):
-        return _native_scatter(half, x, segment) if half.adjoint else _native_gather(half, x, segment)
-    return _turned(half, x, segment) if half.adjoint else _straight(half, x, segment)
+        return _native_scatter(half, x, segment, last) if half.adjoint else _native_gather(half, x, segment, last)
+    return _turned(half, x, segment, last) if half.adjoint else _straight(half, x, segment, last)
 
 
-def _straight(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
+def _straight(half: Along, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
     plan, dim = half.schedule, half.dim
     if (run := plan.local_run) is not None:
         return Ready(x if run == (0, x.shape[dim]) else x.narrow(dim, *run))
-    result = empty_like(half.after, x)
+    result = empty(half.after, x, last)
     sends = [(peer, pack(x, dim, message)) for peer, message in plan.send] if half.messages else []
     landings = [(peer, message, *_landing(result, dim, message)) for peer, message in plan.receive]
     receives = [(peer, buffer) for peer, _, buffer, _ in landings] if result.numel() else []
@@ -163,11 +162,11 @@ def _fill(result: Tensor, dim: int, message: Message, value: float) -> None:
         result.narrow(dim, *run).fill_(value)
 
 
-def _turned(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
+def _turned(half: Along, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
     """The adjoint: what was received goes back and is added where it came from."""
     plan, dim = half.schedule, half.dim
     if (run := plan.local_run) is not None:
-        return Ready(x if run == (0, plan.owned) else _padded(half, x, run[0]))
+        return Ready(x if run == (0, plan.owned) else _padded(half, x, run[0], last))
     sends = [(peer, pack(x, dim, message)) for peer, message in plan.receive] if half.messages else []
     shape = (*half.after[:dim], 0, *half.after[dim + 1 :])
     receives = []
@@ -177,9 +176,9 @@ def _turned(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
     works = send_receive(segment, sends, receives if not receives or receives[0][1].numel() else [])
     source, target = plan.keep
     if source.runs == ((0, plan.owned),) and target.runs is not None and len(target.runs) == 1:
-        result = empty_like(half.after, x).copy_(x.narrow(dim, *target.runs[0]))
+        result = empty(half.after, x, last).copy_(x.narrow(dim, *target.runs[0]))
     else:
-        result = empty_like(half.after, x).zero_()
+        result = empty(half.after, x, last).zero_()
         if source.length:
             place(result, dim, source, pack(x, dim, target), add=True)
 
@@ -191,8 +190,8 @@ def _turned(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
     return _InFlight(works, finish, [x, *(t for _, t in sends)])
 
 
-def _padded(half: Along, x: Tensor, lo: int) -> Tensor:
-    result = empty_like(half.after, x).zero_()
+def _padded(half: Along, x: Tensor, lo: int, last: bool) -> Tensor:
+    result = empty(half.after, x, last).zero_()
     result.narrow(half.dim, lo, x.shape[half.dim]).copy_(x)
     return result
 
@@ -205,8 +204,8 @@ def _even_gather(half: Along, segment: Segment) -> bool:
     return half.schedule.even and list(segment.members) == sorted(segment.members)
 
 
-def _native_gather(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
-    order, back = memory_order(x)
+def _native_gather(half: Along, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
+    order, back = memory_order(x.dim(), last)
     part, dim = x.permute(order).contiguous(), order.index(half.dim)
     gathered = torch.empty((segment.size, *part.shape), dtype=x.dtype, device=x.device)
     work = all_gather_even(segment, gathered, part)
@@ -217,8 +216,8 @@ def _native_gather(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
     return _InFlight([work], finish, [part, gathered])
 
 
-def _native_scatter(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]:
-    order, back = memory_order(x)
+def _native_scatter(half: Along, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
+    order, back = memory_order(x.dim(), last)
     dim = order.index(half.dim)
     parts = x.permute(order).unflatten(dim, (segment.size, half.schedule.owned)).movedim(dim, 0).contiguous()
     result = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
@@ -230,14 +229,14 @@ def _native_scatter(half: Along, x: Tensor, segment: Segment) -> Pending[Tensor]
 
 
 @start.register
-def _(half: Transpose, x: Tensor, segment: Segment) -> Pending[Tensor]:
-    result = empty_like(half.after, x)
+def _(half: Transpose, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
+    result = empty(half.after, x, last)
     sends, receives, places = [], [], []
     for peer in range(segment.size):
         lo, hi = half.split_cuts[peer]
         block = x.narrow(half.split_dim, lo, hi - lo)
-        first, last = half.gather_cuts[peer]
-        place = result.narrow(half.gather_dim, first, last - first)
+        begin, end = half.gather_cuts[peer]
+        place = result.narrow(half.gather_dim, begin, end - begin)
         if peer == half.me:
             place.copy_(block)
             continue

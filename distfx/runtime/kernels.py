@@ -17,6 +17,7 @@ from distfx.grid import Segment
 from distfx.layout import Window
 from distfx.runtime.autocast import lowered, lowered_dtype
 from distfx.runtime.failure import During
+from distfx.runtime.formats import laid
 from distfx.runtime.transport import all_reduce
 
 __all__ = [
@@ -100,9 +101,9 @@ def mean(x: Tensor, dims: Sequence[int], *, keepdim: bool, count: int, dtype: to
     return (x.sum(list(dims), keepdim=keepdim, dtype=wide) / count).to(result)
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, last: bool) -> Tensor:
     """A convolution under autocast, too: on CPUs that knows ``conv2d`` and its like, but not what they call."""
-    result: Tensor = torch.ops.aten.convolution(*lowered(x, weight, bias), *rest)
+    result: Tensor = torch.ops.aten.convolution(*lowered(laid(x, last), weight, bias), *rest)
     return result
 
 

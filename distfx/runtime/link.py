@@ -19,6 +19,7 @@ from distfx.grid import Grid, Segment
 from distfx.moves import BoundMove, Half
 from distfx.runtime.autocast import InFull
 from distfx.runtime.failure import During
+from distfx.runtime.formats import settle
 from distfx.runtime.functions import RunMove
 from distfx.runtime.halo_conv import HaloConvolution
 from distfx.runtime.halves import start
@@ -64,9 +65,10 @@ def _plain(gradients: Gradients, name: str) -> Tensor:
     return gradients.plain(name)
 
 
-def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket]) -> GraphModule:
-    """Make a bound graph runnable, in place."""
+def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket], last: bool = False) -> GraphModule:
+    """Make a bound graph runnable, in place. ``last``: images are to lie channels last."""
     graph = module.graph
+    settle(graph, last)
     place = {name: (i, j) for i, bucket in enumerate(buckets) for j, name in enumerate(bucket.names)}
     taken: dict[int, Node] = {}
     _read_before_writes(graph)
@@ -183,7 +185,8 @@ def _fuse(node: Node, halo: Node, grid: Grid) -> None:
 def _run_move(node: Node, grid: Grid) -> RunMove:
     bound = node.meta["bound"]
     name: str = node.target.__name__  # type: ignore[union-attr]
-    return RunMove(bound, grid.segment(bound.forward.axes), node.meta["owner"], name, node.meta.get("path"))
+    segment, last = grid.segment(bound.forward.axes), node.meta["last"]
+    return RunMove(bound, segment, node.meta["owner"], name, node.meta.get("path"), last)
 
 
 def _share_results(graph: Graph) -> None:
@@ -241,7 +244,7 @@ def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
         product = node.meta["decision"].spec.row.product
         node.target = Zero(node.meta["local"], None if same else dtype, product)
     elif node.target is aten.convolution.default:
-        node.target = convolution
+        node.target, node.kwargs = convolution, {"last": node.meta["last"]}
 
 
 def _is_empty(node: Node) -> bool:

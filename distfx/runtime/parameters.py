@@ -25,7 +25,8 @@ from distfx import ledger
 from distfx.grid import Grid, Segment
 from distfx.layout import Layout
 from distfx.runtime.failure import During
-from distfx.runtime.transport import Work, all_reduce, empty_like, memory_order, send_receive
+from distfx.runtime.formats import empty, is_channels_last, memory_order
+from distfx.runtime.transport import Work, all_reduce, send_receive
 
 __all__ = ["Bucket", "Gradients", "distribute", "placements", "to_dtensor"]
 
@@ -45,7 +46,9 @@ def placements(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
 def to_dtensor(local: Tensor, like_shape: torch.Size, layout: Layout, grid: Grid) -> DTensor:
     """A DTensor of global shape ``like_shape`` whose part on this rank is ``local``."""
     strides, mesh = torch.empty(like_shape, device="meta").stride(), grid.parameter_mesh
-    return DTensor.from_local(local, mesh, placements(layout, mesh), run_check=False, shape=like_shape, stride=strides)
+    placed = placements(layout, mesh)
+    made = DTensor.from_local(local, mesh, placed, run_check=False, shape=like_shape, stride=strides)
+    return DTensor(local, made._spec, requires_grad=False)  # ``made`` has a view, of other strides where a size is one
 
 
 def distribute(value: Tensor, layout: Layout, grid: Grid, *, broadcast: bool) -> DTensor:
@@ -60,7 +63,7 @@ def distribute(value: Tensor, layout: Layout, grid: Grid, *, broadcast: bool) ->
         return mine
 
     own = part(grid.rank)
-    shard = empty_like(own.shape, whole, device)  # dense; channels_last where the whole is
+    shard = empty(own.shape, whole, is_channels_last(whole), device)
     if broadcast and grid.size > 1:
         with During(f"broadcast of a parameter of shape {tuple(value.shape)}"):
             shard.copy_(_from_first(part, own, settled, grid, device))
@@ -105,6 +108,8 @@ class Bucket:
     label: str
     owned: bool = False
     """Whether the gradients are new tensors of which nobody else holds any part, so that they may be written."""
+    last: bool = False
+    """Whether weights, and so their gradients, lie channels last."""
 
     def during(self) -> During:
         """The reduction, for a message about its failure: named after the first and last parameter."""
@@ -134,10 +139,8 @@ class _Flight:
         """Start summing gradients, of those parameters that have one; gives views of the buffer of the sums."""
         segment = self.bucket.segment
         if segment.size == 1:
-            return tuple(
-                None if grad is None else _laid_as(grad, param) for grad, param in zip(given, self.params, strict=True)
-            )
-        orders = [memory_order(param) for param in self.params]
+            return tuple(given)
+        orders = [memory_order(param.dim(), self.bucket.last) for param in self.params]
         grads = [grad.permute(order) for grad, (order, _) in zip(given, orders, strict=True) if grad is not None]
         if not grads:
             return tuple(given)
@@ -157,11 +160,14 @@ class _Flight:
             None if grad is None else next(turned).permute(back) for grad, (_, back) in zip(given, orders, strict=True)
         )
 
-    def wait(self) -> None:
+    def wait(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The sums, in the views that ``start`` gave."""
         if self.work is not None:
             with self.bucket.during():
                 self.work.wait()
         self.work = self.flat = None
+        pairs = zip(grads, self.params, strict=True)
+        return [None if grad is None else _laid_as(grad, param) for grad, param in pairs]
 
 
 class _Late(torch.autograd.Function):
@@ -177,8 +183,7 @@ class _Late(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
-        ctx.flight.wait()
-        triples = zip(grads, ctx.specs, ctx.needs_input_grad[1:], strict=True)
+        triples = zip(ctx.flight.wait(grads), ctx.specs, ctx.needs_input_grad[1:], strict=True)
         # placed as the parameter is; DTensor.from_local derives that anew, which takes some 70 us for each
         wrapped = (DTensor(g, s, requires_grad=False) if g is not None and needed else None for g, s, needed in triples)
         return (None, *wrapped)
@@ -191,7 +196,7 @@ class _Early(torch.autograd.Function):
     def forward(ctx: Any, flight: _Flight, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.flight = flight
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple(tensor.detach() for tensor in tensors)  # with the very strides, which ``view_as`` may change
 
     @staticmethod
     @once_differentiable
@@ -235,12 +240,13 @@ def make_buckets(
     wanted: Sequence[tuple[str, tuple[str, ...], int, torch.dtype]],
     grid: Grid,
     owned: Collection[str] = (),
+    last: bool = False,
     limit: int = BUCKET_BYTES,
 ) -> list[Bucket]:
     """Group parameters ``(name, axes of the sum, local bytes, dtype)``, in order of use, into buckets.
 
-    ``owned``: those whose gradients may be written (see :class:`Bucket`). Backward meets parameters in reverse, so
-    grouping starts from the end; only neighbours of one segment and dtype share.
+    ``owned``: those whose gradients may be written; ``last``: see :class:`Bucket`. Backward meets parameters in
+    reverse, so grouping starts from the end; only neighbours of one segment and dtype share.
     """
     groups: list[tuple[tuple[str, ...], torch.dtype, list[str], int]] = []
     open_groups: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
@@ -252,6 +258,6 @@ def make_buckets(
         axes, dtype, names, total = groups[at]
         groups[at] = (axes, dtype, [*names, name], total + nbytes)
     return [
-        Bucket(tuple(reversed(names)), grid.segment(axes), f"gradients[{number}]", all(n in owned for n in names))
+        Bucket(tuple(reversed(names)), grid.segment(axes), f"gradients[{number}]", all(n in owned for n in names), last)
         for number, (axes, _, names, _) in enumerate(groups)
     ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -99,36 +98,3 @@ def all_gather_even(segment: Segment, result: Tensor, part: Tensor) -> Work:
 def reduce_scatter_even(segment: Segment, result: Tensor, parts: Tensor) -> Work:
     """Start summing ``parts``, whose first dim counts the members, each member receiving its own."""
     return dist.reduce_scatter_single(result, parts.flatten(0, 1), group=segment.group, async_op=True)
-
-
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def dense(x: Tensor) -> Tensor:
-    """``x``, copied if it has gaps or an order that kernels would copy it out of."""
-    last = _CHANNELS_LAST.get(x.dim())
-    if x.is_contiguous() or (last is not None and x.is_contiguous(memory_format=last)):
-        return x
-    return empty_like(x.shape, x).copy_(x)
-
-
-def is_channels_last(x: Tensor) -> bool:
-    """By its strides: a part of a channels_last tensor is not dense."""
-    return x.dim() in _CHANNELS_LAST and x.shape[1] > 1 and x.stride(1) == 1 and x.stride(-1) > 1
-
-
-def memory_order(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dims in the order in which they lie in memory, as far as kernels care, and the way back from it."""
-    dims = tuple(range(x.dim()))
-    if not is_channels_last(x):
-        return dims, dims
-    return (0, *dims[2:], 1), (0, dims[-1], *dims[1:-1])
-
-
-def empty_like(shape: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
-    """An uninitialised tensor of ``shape`` in the memory format of ``like`` (channels_last is kept)."""
-    device = device or like.device
-    if len(shape) == like.dim() and is_channels_last(like):
-        memory_format = _CHANNELS_LAST[len(shape)]
-        return torch.empty(tuple(shape), dtype=like.dtype, device=device, memory_format=memory_format)
-    return torch.empty(tuple(shape), dtype=like.dtype, device=device)

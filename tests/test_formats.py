@@ -1,0 +1,78 @@
+"""Memory formats: the same numbers whether images lie channels last or first, in all or some of inputs and weights."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+import distfx
+from tests.exact import relative
+from tests.models import on
+from tests.ranks import run
+
+
+class Mixed(nn.Module):
+    """Convolutions of three and five channels, of which some parts have one; a norm; and a block that permutes."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(channels, 3, 3, padding=1), nn.Conv2d(3, 5, 3, padding=1)
+        self.norm, self.up = nn.BatchNorm2d(5), nn.ConvTranspose2d(5, 3, 2, 2)
+        self.dense, self.last = nn.Linear(3, 3), nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.norm(self.second(self.first(x).relu())))
+        y = y + self.dense(y.permute(0, 2, 3, 1)).relu().permute(0, 3, 1, 2)
+        return torch.softmax(self.last(y), dim=1)
+
+
+def errors(grid: str, strategy: str) -> list[tuple[tuple[object, ...], float]]:
+    """The largest relative error of output and gradients, for inputs and weights in either format, of odd sizes."""
+    place, found = distfx.Grid.parse(grid), []
+    formats = (torch.contiguous_format, torch.channels_last)
+    for channels, image, weights in itertools.product((1, 3), formats, formats):
+        torch.manual_seed(3)
+        model = Mixed(channels).double().to(memory_format=weights)
+        net = distfx.parallelize(model, place, strategy=strategy)
+        for size in ((6, 5), (2, 6), (6, 2)):
+            x = torch.randn(2, channels, *size, dtype=torch.float64).contiguous(memory_format=image)
+            mine, theirs = (x.clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2))
+            net.zero_grad()
+            model.zero_grad()
+            y, want = net(mine), model(theirs)
+            for result in (y, want):
+                (result * torch.linspace(-1, 1, want.numel(), dtype=torch.float64).view(want.shape)).sum().backward()
+            assert mine.grad is not None and theirs.grad is not None
+            each = [relative(y, want), relative(mine.grad, theirs.grad)]
+            for p, q in zip(net.parameters(), model.parameters(), strict=True):
+                assert q.grad is not None
+                each.append(relative(p.grad.full_tensor(), q.grad))  # type: ignore[union-attr]
+                assert p.grad.to_local().stride() == p.to_local().stride() or 1 in p.to_local().shape  # type: ignore
+            found.append(((channels, image, weights, size), max(each)))
+    return found
+
+
+@on("c2", "c3", "h2", "n2", "c2h2")
+def test_formats(world: int, grid: str) -> None:
+    for strategy in ("auto",) if "c" not in grid else ("stationary-x", "stationary-y"):
+        for found in run(world, errors, grid, strategy, timeout=120):
+            wrong = [each for each in found if not each[1] < 1e-10]
+            assert not wrong, (strategy, wrong)
+
+
+def formats_after(grid: str) -> list[bool]:
+    """Whether what comes out lies channels last."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2, padding=1))
+    x = torch.randn(2, 3, 8, 8)
+    net = distfx.parallelize(model, grid, outputs="local")
+    return [
+        net(x.contiguous(memory_format=f)).is_contiguous(memory_format=f)
+        for f in (torch.channels_last, torch.contiguous_format)
+    ]
+
+
+@on("h2", "c2", "n2")
+def test_the_format_of_the_input_is_kept(world: int, grid: str) -> None:
+    assert all(all(kept) for kept in run(world, formats_after, grid))
