@@ -231,6 +231,9 @@ class MpiWork(dist.Work):
         self._asking = threading.Lock()
         self._future: torch.futures.Future | None = None
         self._deadline = math.inf
+        device = next((t.device for t in self._outputs if t.is_cuda), None)
+        self._stream = None if device is None else torch.cuda.current_stream(device)
+        """Of the program where it started the operation: whatever thread finishes that, copies run there."""
         if len(_live) >= CROWD:
             progress()
         _live.add(self)
@@ -278,9 +281,10 @@ class MpiWork(dist.Work):
                 arrived = self._group.mpi.Request.Testall(self._requests)
             if not arrived:
                 return
-            for part in self._parts:
-                if part.finish is not None:
-                    part.finish()
+            with torch.cuda.stream(self._stream):  # which does nothing where there is none
+                for part in self._parts:
+                    if part.finish is not None:
+                        part.finish()
         except Exception as error:
             self._error = dist.DistBackendError(f"mpi {self._name} of {self._group}: {error}")
             self._error.__cause__ = error
@@ -326,6 +330,8 @@ class MpiWork(dist.Work):
                 time.sleep(min(max(NAP, (now - start) / 1000), LONG_NAP))
         if self._error is not None:
             raise self._error
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return True
 
     def is_success(self) -> bool:
