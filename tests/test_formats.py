@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import distfx
-from tests.exact import relative
+from distfx.runtime import formats
+from tests.exact import exact, relative
 from tests.models import on
 from tests.ranks import run
 
@@ -31,8 +35,8 @@ class Mixed(nn.Module):
 def errors(grid: str, strategy: str) -> list[tuple[tuple[object, ...], float]]:
     """The largest relative error of output and gradients, for inputs and weights in either format, of odd sizes."""
     place, found = distfx.Grid.parse(grid), []
-    formats = (torch.contiguous_format, torch.channels_last)
-    for channels, image, weights in itertools.product((1, 3), formats, formats):
+    kinds = (torch.contiguous_format, torch.channels_last)
+    for channels, image, weights in itertools.product((1, 3), kinds, kinds):
         torch.manual_seed(3)
         model = Mixed(channels).double().to(memory_format=weights)
         net = distfx.parallelize(model, place, strategy=strategy)
@@ -76,3 +80,56 @@ def formats_after(grid: str) -> list[bool]:
 @on("h2", "c2", "n2")
 def test_the_format_of_the_input_is_kept(world: int, grid: str) -> None:
     assert all(all(kept) for kept in run(world, formats_after, grid))
+
+
+class Hourglass(nn.Module):
+    """Convolutions that are faster channels last and such that are not, in turn; and what lies as it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.many, self.up = nn.Conv2d(8, 208, 3, stride=2, padding=1), nn.ConvTranspose2d(208, 8, 2, 2)
+        self.each, self.mix, self.dense = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 4, 1), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.few(x)
+        z = self.up(self.many(self.norm(y).relu()).relu()) + y
+        z = self.mix(self.each(z))
+        return z, self.dense(z.permute(0, 2, 3, 1)).permute(0, 3, 1, 2), z.flatten(1)
+
+
+def chosen(grid: str) -> tuple[dict[str, Any], list[bool], dict[str, bool]]:
+    """Errors in single precision, whether results lie as ever, and the format of every node."""
+    with patch.object(formats, "MUCH", 1):
+        found = exact(Hourglass, grid, [(4, 3, 16, 14), (4, 3, 10, 16)], dtype=torch.float32)
+        net = distfx.parallelize(Hourglass(), grid, outputs="local")
+        results = net(torch.randn(4, 3, 16, 14))
+    ((_, runnable),) = net._engine.prepared.values()
+    nodes = runnable.run.graph.nodes  # type: ignore[attr-defined]
+    return found["errors"], [y.is_contiguous() for y in results], {n.name: n.meta.get("last", False) for n in nodes}
+
+
+@on("n2", "h2", "c2", "c3", "h2w2", "c2h2")
+def test_convolutions_that_are_faster_channels_last(world: int, grid: str) -> None:
+    outcomes = run(world, chosen, grid)
+    for errors, first, last in outcomes:
+        assert max(errors.values()) < 1e-5, errors
+        assert all(first), "what the user gets must lie as ever"
+        assert last == outcomes[0][2], "ranks must agree"
+        kinds = {name.partition("_stationary")[0]: value for name, value in last.items()}
+        assert kinds["few"] and kinds["each"] and not kinds["many"], kinds
+
+
+def formats_of(shape: tuple[int, ...], channels: int, grid: str) -> set[bool]:
+    model = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU())
+    net = distfx.parallelize(model, grid)
+    net(torch.randn(shape))
+    ((_, runnable),) = net._engine.prepared.values()
+    return {n.meta["last"] for n in runnable.run.graph.nodes if "convolution" in getattr(n.target, "__name__", "")}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("shape", "last"), [((4, 64, 128, 32), True), ((4, 1024, 7, 7), False), ((1, 64, 16, 16), False)]
+)
+def test_what_is_faster_channels_last(shape: tuple[int, ...], last: bool) -> None:
+    assert run(2, formats_of, shape, shape[1], "h2") == [{last}] * 2

@@ -6,13 +6,16 @@ one channel has both formats, and sums whose order in memory differs between ran
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, Node
+
+from distfx.grid import Grid
 
 __all__ = ["any_channels_last", "empty", "is_channels_last", "laid", "local_parts", "memory_order", "settle"]
 
@@ -56,16 +59,25 @@ def laid(x: Tensor, last: bool) -> Tensor:
     return x.contiguous(memory_format=_format(x.dim(), last))
 
 
-def settle(graph: Graph, wish: bool) -> None:
+def settle(graph: Graph, wish: bool, grid: Grid) -> None:
     """Set ``last`` in the ``meta`` of every node. ``wish``: an input or a parameter is channels last, on some rank.
 
-    As in torch, a convolution makes all that follows channels last then, as far as dims stay what they are.
+    As in torch, a convolution makes all that follows channels last then, as far as dims stay what they are. Where
+    nothing is, those convolutions on CPUs are computed so that are faster so; what the graph returns is as ever.
     """
+    choice = grid if not wish and grid.device_type == "cpu" and torch.backends.mkldnn.is_available() else None
     for node in graph.nodes:
-        node.meta["last"] = len(node.meta.get("local", ())) in _LAST and _lies_last(node, wish)
+        node.meta["last"] = len(node.meta.get("local", ())) in _LAST and _lies_last(node, wish, choice)
+    if choice is not None:
+        output = graph.output_node()
+        for result in [node for node in output.all_input_nodes if node.meta["last"]]:
+            with graph.inserting_before(output):
+                first = graph.call_function(laid, (result, False))
+            first.meta = {key: result.meta[key] for key in ("shape", "local", "layout", "dtype")} | {"last": False}
+            output.replace_input_with(result, first)
 
 
-def _lies_last(node: Node, wish: bool) -> bool:
+def _lies_last(node: Node, wish: bool, grid: Grid | None) -> bool:
     if node.op in ("placeholder", "get_attr"):
         return wish
     if node.target is aten.reshape.default:
@@ -73,9 +85,41 @@ def _lies_last(node: Node, wish: bool) -> bool:
     if node.target is aten.permute.default:
         order: Any = node.args[1]
         return tuple(order) == memory_order(len(order), True)[1] and not _of_operands(node)
-    return _of_operands(node) or (wish and node.target is aten.convolution.default)
+    if node.target is aten.convolution.default:
+        faster = None if grid is None else _is_faster_last(node, grid)
+        return wish or (_of_operands(node) if faster is None else faster)
+    return _of_operands(node)
 
 
 def _of_operands(node: Node) -> bool:
     images = [x for x in node.all_input_nodes if x.op != "get_attr"]
     return any(x.meta["last"] for x in images if len(x.meta.get("local", ())) == len(node.meta["local"]))
+
+
+FEW = 64
+"""Channels of a group up to which oneDNN is faster on channels last, if there is enough space:"""
+MUCH = 3000
+"""positions of the result on a rank."""
+
+
+def _is_faster_last(node: Node, grid: Grid) -> bool | None:
+    """Whether oneDNN computes a convolution faster channels last; ``None`` where that hardly matters.
+
+    Of channels first it makes copies in blocks, of input, result and their gradients. With few channels these copies
+    take as long as a tenth of all; with many, and little space, its kernels for channels last are slower by far.
+    """
+    if node.meta["dtype"] not in (torch.float32, torch.bfloat16) or len(node.meta["local"]) != 4 or node.args[6]:
+        return None
+    x, weight = cast(list[Node], node.args[:2])
+    filters, channels, *taps = _share(weight, grid)
+    if math.prod(taps) == 1:
+        return None
+    groups = x.meta["shape"][1] // weight.meta["shape"][1]
+    samples, _, *space = _share(node, grid)
+    return max(filters // groups, channels) <= FEW and samples * math.prod(space) >= MUCH
+
+
+def _share(node: Node, grid: Grid) -> list[int]:
+    """The sizes of a rank's part as if all were even: what hangs on these is alike on all ranks."""
+    sizes = zip(node.meta["shape"], node.meta["layout"].dims, strict=True)
+    return [-(-size // math.prod(grid.axes[axis] for axis in split.axes)) for size, split in sizes]

@@ -68,7 +68,7 @@ def _plain(gradients: Gradients, name: str) -> Tensor:
 def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket], last: bool = False) -> GraphModule:
     """Make a bound graph runnable, in place. ``last``: images are to lie channels last."""
     graph = module.graph
-    settle(graph, last)
+    settle(graph, last, grid)
     place = {name: (i, j) for i, bucket in enumerate(buckets) for j, name in enumerate(bucket.names)}
     taken: dict[int, Node] = {}
     _read_before_writes(graph)
@@ -172,6 +172,7 @@ def _own_halo(node: Node) -> Node | None:
 
 
 def _fuse(node: Node, halo: Node, grid: Grid) -> None:
+    halo.meta["last"] = node.meta["last"]
     run = _run_move(halo, grid)
     _, weight, bias, stride, padding, dilation, _, _, groups = node.args
     assert isinstance(weight, Node)
