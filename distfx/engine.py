@@ -148,15 +148,17 @@ class Engine:
         kwargs: Mapping[str, Any] | None = None,
         *,
         another: bool = False,
+        literal: bool = False,
     ) -> Compiled | None:
         """The rewritten graph of a mode, made on this rank alone; ``None`` if that must wait for the first call.
 
-        ``another``: one more, for inputs such as ``args``, which the graphs there are do not fit.
+        ``another``: one more, for inputs such as ``args``, which the graphs there are do not fit; ``literal``: for
+        their sizes of one alone.
         """
         graphs = self.compiled[mode]
         if another or not graphs:
             with self._patience(f"torch.export is tracing {type(self.model).__name__}, once for each mode"):
-                captured = self._capture(mode, args, kwargs, follow=another)
+                captured = self._capture(mode, args, kwargs, follow=another, literal=literal)
             if captured is None:
                 return None
             compiled = self._planned(captured)
@@ -205,11 +207,12 @@ class Engine:
         kwargs: Mapping[str, Any] | None = None,
         *,
         another: bool = False,
+        literal: bool = False,
     ) -> Compiled | None:
         """As :meth:`compile`, on all ranks; raises on all of them if any fails or has another graph."""
         if self.agreed[mode] and not another:
             return self.compiled[mode][0]
-        compiled = together(self.grid.size, lambda: self.compile(mode, args, kwargs, another=another))
+        compiled = together(self.grid.size, lambda: self.compile(mode, args, kwargs, another=another, literal=literal))
         if compiled is not None:
             agree(self.grid.size, "models", self._fingerprint(compiled))
             self.agreed[mode] += 1
@@ -240,12 +243,15 @@ class Engine:
         self.warned.add(text)
 
     def _capture(
-        self, mode: Mode, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, follow: bool
+        self, mode: Mode, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, follow: bool, literal: bool
     ) -> Capture | None:
-        """Capture a mode with the user's example, the arguments of this call, or what the first layer tells."""
+        """Capture a mode with the user's example, the arguments of this call, or what the first layer tells.
+
+        ``follow``: with the arguments; ``literal``: with their sizes of one as well, which export fixes.
+        """
         batch = max(2, 2 * self.grid.axes.get("n", 1))
         example = args if follow or self.example is None else self.example
-        batch = 0 if follow and any(known is False for known in self.ones.values()) else batch
+        batch = 0 if follow and literal else batch
         if example is not None:
             like = self._like()
             return capture(
@@ -365,6 +371,7 @@ class Engine:
         shapes, dtypes = [tuple(t.shape) for t in tensors], [t.dtype for t in tensors]
         problem: SizeError | None = None
         values: Values = {}
+        literal = False
         for attempt in range(3):
             but_for_ones = False
             for number, compiled in enumerate(self.compiled[mode]):
@@ -381,9 +388,10 @@ class Engine:
                     if self._holds_for_ones(mode, number, values, args, kwargs):
                         return number, specs, values
                     but_for_ones = True
-            if attempt == 0 or (attempt == 1 and but_for_ones):  # something else is done for such sizes
+            if attempt == 0 or (not literal and any(1 in shape for shape in shapes)):  # such sizes are a case apart
+                literal = but_for_ones or attempt == 1
                 try:
-                    self.compile_together(mode, args, kwargs, another=True)
+                    self.compile_together(mode, args, kwargs, another=True, literal=literal)
                 except CaptureError:
                     if problem is not None:
                         raise problem from None

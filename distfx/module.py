@@ -18,13 +18,14 @@ from distfx.engine import NOT_YET, Engine
 from distfx.errors import DistfxError
 from distfx.grid import Grid
 from distfx.layout import Layout
-from distfx.passes.bind import bind
+from distfx.passes.bind import bind, numbered_layout
 from distfx.passes.capture import Mode, without_modes
 from distfx.passes.compile import Compiled, PassRecord
 from distfx.passes.readable import readable
 from distfx.plan import Plan
 from distfx.predict import gradient_buckets, plan_of
 from distfx.runtime.parameters import Gradients, distribute
+from distfx.symbolic import evaluate_shape
 
 __all__ = ["ParallelModule"]
 
@@ -309,7 +310,19 @@ class ParallelModule(nn.Module):
     def output_slices(self, index: int, shape: Sequence[int]) -> tuple[slice, ...]:
         """This rank's part of the ``index``-th output of global ``shape``: all of it, but with ``outputs="local"``."""
         results: Any = self.graph_module.graph.output_node().args[0]
-        return self._slices(results[index].meta["layout"], shape)
+        meta = results[index].meta
+        layout: Layout = meta["layout"]
+        if not all(isinstance(split.unit, int) for split in layout.dims):  # whole rows of an image, in a flat vector
+            sizes = dict(self.plan.sizes)
+            values = {symbol: sizes[str(symbol)] for symbol in self._engine.present(self._mode).capture.hints}
+            known = evaluate_shape(meta["shape"], values)
+            if known != tuple(shape):
+                raise DistfxError(
+                    f"which part of output {index} a rank has follows from the input: call the model with one that "
+                    f"gives {tuple(shape)} first (that of the last call gives {known})"
+                )
+            layout = numbered_layout(layout, values)
+        return self._slices(layout, shape)
 
     def _slices(self, layout: Layout, shape: Sequence[int]) -> tuple[slice, ...]:
         bounds = layout.bounds(tuple(shape), self.grid.placement())

@@ -31,7 +31,7 @@ from distfx.symbolic import evaluate, evaluate_number, evaluate_shape, show
 if TYPE_CHECKING:
     from distfx.grid import Grid
 
-__all__ = ["Bound", "bind", "match_inputs"]
+__all__ = ["Bound", "bind", "match_inputs", "numbered_layout"]
 
 Values = dict[sympy.Symbol, int]
 
@@ -129,7 +129,7 @@ def bind(module: GraphModule, values: Values, grid: Grid, local: Collection[str]
                 move = replace(move, unit=evaluate(move.unit, values))
             layout = node.meta.get("part", source.meta["layout"])
             part = _local(layout, shape, grid) if "part" in node.meta else source.meta["local"]
-            bound = move.bind(_numbered_layout(layout, values), shape, part, grid)
+            bound = move.bind(numbered_layout(layout, values), shape, part, grid)
             new.meta |= {"bound": bound, "local": bound.forward.after, "move": move}
             if not any(split.window for split in node.meta["layout"].dims):  # else its reader says what is to come
                 new.meta["own"] = _local(node.meta["layout"], shape, grid, values)
@@ -145,7 +145,7 @@ def _whole_shape(node: Node, values: Values) -> tuple[int, ...]:
 
 
 def _local(layout: Layout, shape: Sequence[int], grid: Grid, values: Values | None = None) -> tuple[int, ...]:
-    layout = _numbered_layout(layout, values or {})
+    layout = numbered_layout(layout, values or {})
     return tuple(int(size) for size in layout.local_shape(shape, grid.placement()))
 
 
@@ -161,7 +161,8 @@ def _numbered_size(size: LocalSize, values: Values) -> LocalSize:
     return replace(size, extent=evaluate(size.extent, values), split=_numbered(size.split, values))
 
 
-def _numbered_layout(layout: Layout, values: Values) -> Layout:
+def numbered_layout(layout: Layout, values: Values) -> Layout:
+    """A layout whose granules and windows are numbers."""
     return replace(layout, dims=tuple(_numbered(split, values) for split in layout.dims))
 
 

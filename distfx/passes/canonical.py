@@ -459,6 +459,7 @@ def _canonical_convolution(graph: Graph, node: Node) -> None:
         padding = _tuple(a["padding"], rank)
     node.args = (x, weight, a["bias"], stride, padding, dilation, transposed, output_padding, a["groups"])
     node.kwargs, node.target = {}, aten.convolution.default
+    _apart(graph, node)
 
 
 def _padded(graph: Graph, node: Node, x: Node, widths: list[int]) -> Node:

@@ -39,7 +39,7 @@ from distfx.passes.custom import own_functions
 from distfx.passes.nodes import aten, describe
 from distfx.passes.views import put_back_writes
 from distfx.passes.writes import IN_PLACE, NO_GRAD, functional, results_apart, same_tensor, writes, written_whole
-from distfx.symbolic import Size, evaluate_shape, size_of
+from distfx.symbolic import Size, evaluate, evaluate_shape, size_of
 
 __all__ = ["Capture", "InputSpec", "Mode", "capture", "infer_inputs"]
 
@@ -77,14 +77,36 @@ class Capture:
         return self.module.graph
 
     def same_calls(self, other: Capture, values: Mapping[sympy.Symbol, int]) -> bool:
-        """Whether ``other`` makes the same calls, with the same shapes, where the sizes are ``values``."""
+        """Whether ``other`` makes the same calls of the same things where the sizes are ``values``."""
+        return self._calls(values) == other._calls(values)
 
-        def calls(capture: Capture) -> list[Any]:
-            made = [node for node in capture.graph.nodes if node.op == "call_function" and not node.meta.get("many")]
-            nodes = [node for node in made if node.target is not aten.alias.default]
-            return [(node.target, evaluate_shape(node.meta.get("shape") or (), values)) for node in nodes]
+    def _calls(self, values: Mapping[sympy.Symbol, int]) -> list[Any]:
+        """Every call, its operands by the numbers of the calls that made them, sizes as numbers; what is returned."""
+        made: list[Any] = []
+        known: dict[Node, Any] = {}
 
-        return calls(self) == calls(other)
+        def shown(value: Any) -> Any:
+            if isinstance(value, Node):
+                return known[value]
+            if isinstance(value, list | tuple):
+                return tuple(shown(each) for each in value)
+            if isinstance(value, slice):
+                return ("slice", shown(value.start), shown(value.stop), shown(value.step))
+            return evaluate(value, values) if isinstance(value, sympy.Basic) else value
+
+        for node in self.graph.nodes:
+            if node.op == "output":
+                made.append(shown(node.args))
+            elif node.op != "call_function":
+                known[node] = (node.op, str(node.target))
+            elif node.target is aten.alias.default:
+                known[node] = shown(node.args[0])
+            else:
+                known[node] = ("call", len(made))
+                shape = None if node.meta.get("many") else evaluate_shape(node.meta.get("shape") or (), values)
+                named = tuple((name, shown(value)) for name, value in sorted(node.kwargs.items()))
+                made.append((node.target, shape, shown(node.args), named))
+        return made
 
     def holds(self, values: Mapping[sympy.Symbol, int]) -> bool:
         """Whether the graph is right for these sizes. (A batch of one counts as two: so it was captured.)"""
@@ -533,12 +555,14 @@ def _constant(module: GraphModule, name: str) -> str:
 
 
 def is_impure(node: Node) -> bool:
-    """What dead-code elimination must leave: inputs, outputs, writes into buffers, training batch norms."""
+    """What dead-code elimination must leave: inputs, outputs, writes into buffers, norms that keep statistics."""
     if node.op in ("placeholder", "output"):
         return True
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
+    if target is aten.instance_norm.default:
+        return bool(node.args[5]) and node.args[3] is not None
     return target._schema.is_mutable or (target is aten.batch_norm.default and bool(node.args[5]))
 
 

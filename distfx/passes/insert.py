@@ -100,6 +100,11 @@ class _Inserter:
         self.unowned.append(node)
         return node
 
+    def forget(self, value: Node) -> None:
+        """``value`` was written: what was moved of it before is of no use any more."""
+        for known, move in [key for key in self.moved if key[0] is value]:
+            self.forget(self.moved.pop((known, move)))
+
     def bring(self, value: Node, need: Layout, border: Border | None = None) -> Node:
         """``value`` in the layout ``need``."""
         for move in route(value.meta["layout"], need, value.meta["shape"], border):
@@ -169,6 +174,7 @@ def _operator(state: _Inserter, node: Node, decision: Decision) -> None:
         for buffer in node.args[3:5]:
             if isinstance(buffer, Node):
                 _refresh(state, state.values[buffer], operands[buffer], new)
+                state.forget(state.values[buffer])
 
 
 def _refresh(state: _Inserter, buffer: Node, part: Node, owner: Node) -> None:

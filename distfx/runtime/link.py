@@ -249,9 +249,11 @@ def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
 
 
 def _is_empty(node: Node) -> bool:
-    """Whether this rank has nothing to compute for a call that ATen may refuse on empty tensors."""
+    """Whether a call that ATen may refuse on empty tensors has no result here, or one that is a sum over nothing."""
     decision = node.meta.get("decision")
     if decision is None or decision.spec is None or decision.spec.row.name == "pointwise" or "local" not in node.meta:
         return False
-    shapes = [node.meta["local"], *(operand.meta["local"] for operand in node.all_input_nodes)]
+    row, shapes = decision.spec.row, [node.meta["local"]]
+    if row.product:
+        shapes += [operand.meta["local"] for operand in node.all_input_nodes]
     return any(math.prod(shape) == 0 for shape in shapes)

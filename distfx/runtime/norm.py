@@ -48,7 +48,7 @@ class Norm(Statistics):
 
     def fold(self, x: Tensor) -> Tensor:
         """The sum over ``dims`` (kept as ones), and over the channels of each group."""
-        sums = x.sum(self.dims, keepdim=True)
+        sums = x.sum(self.dims, keepdim=True) if self.dims else x  # of no dims, torch sums over all
         if not self.groups:
             return sums
         folded = sums.new_zeros((sums.shape[0], self.groups, *sums.shape[2:]))

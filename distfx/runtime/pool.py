@@ -89,6 +89,9 @@ def max_pool_index(
     )
     _, here = pools[rank - 1](x.detach(), list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
     index = torch.zeros_like(here)
-    for place, low, whole in zip(torch.unravel_index(here, x.shape[x.dim() - rank :]), first, extent, strict=True):
-        index = index * whole + place + low
+    places = torch.unravel_index(here, x.shape[x.dim() - rank :])
+    for place, low, whole, step in zip(places, first, extent, dilation, strict=True):
+        at = place + low
+        # in the padding only if a window has nothing but -inf: then the first of its places that is inside
+        index = index * whole + torch.where(at < 0, at.remainder(step), at)
     return index

@@ -194,7 +194,8 @@ def _first(x: Tensor, r: Reduction) -> tuple[Tensor, Tensor]:
     nowhere = torch.iinfo(torch.int64).max
     index = torch.full_like(value, nowhere, dtype=torch.int64)
     if x.numel():
-        last = x.movedim(r.dims, list(range(-len(r.dims), 0)))
+        ordered = x.to(torch.uint8) if x.dtype is torch.bool else x
+        last = ordered.movedim(r.dims, list(range(-len(r.dims), 0)))
         flat = last.flatten(-len(r.dims)) if x.dim() > len(r.dims) else last.reshape(-1)
         found = flat.argmax(-1) if r.greatest else flat.argmin(-1)
         index = torch.zeros_like(found)
