@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -192,7 +192,7 @@ def plan_of(
     rows = [
         _row(node, counts.get(node.name, (0, 0, 0, 0)), moves.get(node.name, ()))
         for node in compiled.module.graph.nodes
-        if (node.op == "call_function" and not _is_bookkeeping(node))
+        if (node.op == "call_function" and not _is_bookkeeping(node, counts))
         or (node.op == "placeholder" and node.name in moves)
     ]
     nbytes = {str(node.target): _nbytes(node) for node in bound.module.graph.find_nodes(op="get_attr")}
@@ -201,9 +201,9 @@ def plan_of(
     return Plan(repr(grid), grid.rank, compiled.capture.training, sizes, tuple(rows))
 
 
-def _is_bookkeeping(node: Node) -> bool:
-    """Moves, which stand in their operators' rows, and counters such as a batch norm's."""
-    return "move" in node.meta or node.target is aten.add_.Tensor
+def _is_bookkeeping(node: Node, counts: Collection[str]) -> bool:
+    """Moves, which stand in their operators' rows, and counters such as a batch norm's, for which nothing is sent."""
+    return "move" in node.meta or (node.target is aten.add_.Tensor and node.name not in counts)
 
 
 def _row(node: Node, counts: tuple[int, ...], moves: Sequence[str]) -> PlanRow:

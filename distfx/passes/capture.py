@@ -7,6 +7,7 @@ nodes ``meta`` has ``shape`` (global, in the input's symbols), ``dtype``, ``path
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import logging
@@ -68,7 +69,7 @@ class Capture:
     constants: tuple[str, ...] = ()
     """The structure of the arguments and those that are not tensors, which the graph has fixed."""
     counted: tuple[str, ...] = ()
-    """The numbers of the model itself that its ``forward`` changes, which the graph has fixed."""
+    """The attributes of the model that its ``forward`` changes, which the graph has fixed."""
     checkpointed: bool = False
     """Whether parts of the model ask to be computed again in backward, which the graph does not do."""
 
@@ -239,17 +240,77 @@ def changed_numbers(numbers: Numbers) -> dict[str, str]:
     }
 
 
+@dataclass
+class _Kept:
+    """An attribute of a module as it was: the object, and what was in it."""
+
+    value: Any
+    version: int | None
+    content: Any
+
+    @classmethod
+    def of(cls, value: Any) -> _Kept:
+        if isinstance(value, torch.Tensor):
+            return cls(value, value._version, value.detach().clone())
+        return cls(value, None, copy.copy(value) if type(value) in (list, dict, set) else None)
+
+    def is_same(self, now: Any) -> bool:
+        if type(now) in (int, float, bool, str):
+            return type(now) is type(self.value) and bool(now == self.value)
+        if now is not self.value:
+            return False
+        if self.version is not None:
+            return bool(now._version == self.version)
+        return self.content is None or _things(now) == _things(self.content)
+
+    def restore(self, owner: dict[str, Any], name: str) -> None:
+        same, owner[name] = self.is_same(owner.get(name)), self.value
+        if not same and self.version is not None:
+            with torch.no_grad():
+                self.value.copy_(self.content)
+        elif not same and self.content is not None:
+            self.value.clear()
+            self.value.extend(self.content) if isinstance(self.value, list) else self.value.update(self.content)
+
+
+def _things(container: Any) -> list[int]:
+    """What a list, dict or set holds: the very objects, which may not compare."""
+    return (
+        [id(each) for each in (*container, *container.values())]
+        if isinstance(container, dict)
+        else [*map(id, container)]
+    )
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The plain attributes of a model's modules: what each is called, and where it lies."""
+    for path, module in model.named_modules():
+        for name in list(vars(module)):
+            if name != "training" and not name.startswith("_"):
+                yield f"{path}.{name}" if path else name, vars(module), name
+
+
 @contextmanager
-def numbers_kept(model: nn.Module) -> Iterator[list[str]]:
+def attributes_kept(model: nn.Module) -> Iterator[list[str]]:
     """Counters and the like that ``forward`` changes are as they were in the end; gives their names then."""
-    numbers, found = numbers_of(model), list[str]()
-    seen = model.register_forward_hook(lambda *_: found.extend(set(changed_numbers(numbers)) - set(found)))
+    kept = {key: (owner, name, _Kept.of(owner[name])) for key, owner, name in _attributes(model)}
+    found: list[str] = []
+
+    def look(*_: Any) -> None:
+        now = {key: owner[name] for key, owner, name in _attributes(model)}
+        changed = [key for key, value in now.items() if key not in kept or not kept[key][2].is_same(value)]
+        found.extend(key for key in changed if key not in found)
+
+    seen = model.register_forward_hook(look)
     try:
         yield found
     finally:
         seen.remove()
-        for owner, name, value in numbers.values():
-            owner[name] = value
+        for key, owner, name in list(_attributes(model)):
+            if key not in kept:
+                del owner[name]
+        for owner, name, value in kept.values():
+            value.restore(owner, name)
 
 
 def _know_outputs(model: nn.Module, args: Any, output: Any) -> None:
@@ -296,7 +357,7 @@ def capture(
 
     with (
         mode.on(model), _silence(), without_modes(), own_functions(), _through_checkpoints() as checkpoints,
-        numbers_kept(model) as counted, model.register_forward_hook(_know_outputs),
+        attributes_kept(model) as counted, model.register_forward_hook(_know_outputs),
     ):  # fmt: skip
         program = _export(model, examples, keywords, guess)
     module = program.module(check_guards=False)
@@ -425,6 +486,16 @@ def check_supported(model: nn.Module, mode: Mode) -> None:
                 f"{path or 'the model'} ({type(module).__name__}) has a backward hook, which would never run: the "
                 "graph runs as a whole. Put hooks on parameters (these are kept), or on the parallel module."
             )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise CaptureError(
+                f"{path or 'the model'} is a SyncBatchNorm: give the model as it was before convert_sync_batchnorm. "
+                "Here batch norms have the statistics of the whole batch anyway."
+            )
+        if any(nn.parameter.is_lazy(parameter) for parameter in module._parameters.values()):
+            raise CaptureError(
+                f"{path or 'the model'} ({type(module).__name__}) has parameters whose shape is not known yet: call "
+                "the model once before parallelize."
+            )
         cumulative = isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None
         if cumulative and training and module.track_running_stats:
             raise CaptureError(
@@ -489,7 +560,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
     values: dict[Node, Any] = {}
     inputs: list[InputSpec] = []
     mutated: set[str] = set()
-    known = set(program.state_dict)
+    known = {*program.state_dict, *program.graph_signature.buffers}  # those that are not persistent, too
 
     def sized(size: Any) -> Any:
         size = size_of(size)
@@ -527,6 +598,11 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
             if done is None:
                 buffer = written_whole(node.args[0])
                 assert buffer is not None
+                if str(buffer.target) not in known:
+                    raise CaptureError(
+                        f"{describe(new)}: forward writes into a tensor of the model that is no buffer, of which the "
+                        "graph has a copy. Register it: self.register_buffer(name, tensor, persistent=False)."
+                    )
                 mutated.add(str(buffer.target))
                 continue
             values[node] = done
