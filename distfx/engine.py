@@ -45,7 +45,7 @@ from distfx.passes.nodes import describe
 from distfx.passes.planner import Pins
 from distfx.plan import Plan
 from distfx.predict import gradient_buckets, plan_of
-from distfx.runtime.agree import agree, host_group, together
+from distfx.runtime.agree import agree, compare_values, host_group, next_number, together
 from distfx.runtime.check import Checked
 from distfx.runtime.failure import During
 from distfx.runtime.formats import any_channels_last, local_parts
@@ -100,6 +100,7 @@ class Engine:
         statistics: frozenset[str] | None = None,
     ) -> None:
         self.model, self.grid, self.example = model, grid, example
+        self.number = next_number(grid.size)
         self.pins, self.outputs, self.strict, self.check = pins, outputs, strict, check
         self.parameters = inspect.signature(model.forward)
         self.statistics = statistics
@@ -125,6 +126,8 @@ class Engine:
         self.state_texts: dict[State, str] = {}
         self.numbers: dict[Mode, Numbers] = {}
         """The attributes of the model that the graphs of a mode have fixed."""
+        self.compared: set[Mode] = set()
+        """The modes in which the values of a call were compared: those of the first. (``check`` compares all.)"""
         self.last: dict[Mode, Plan] = {}
         """For each mode the plan at the shape of its last call."""
 
@@ -224,8 +227,8 @@ class Engine:
                 )
             if compiled.capture.counted:
                 self._warn(
-                    f"forward changes {', '.join(compiled.capture.counted)}, of the model itself and no tensors: the "
-                    "graph has their values at its making, in every call. Make them buffers."
+                    f"forward changes {', '.join(compiled.capture.counted)} of the model, which are no buffers: the "
+                    "graph has them as they were at its making, in every call. Make them buffers (register_buffer)."
                 )
                 for name in compiled.capture.counted:
                     self.numbers[mode].pop(name, None)
@@ -316,9 +319,11 @@ class Engine:
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
         ready: Ready,
+        who: str = "",
     ) -> tuple[Compiled, Runnable, Mapping[str, DTensor], list[Tensor]]:
         """The graph for a call with these inputs, the parameters and buffers, and the inputs as the graph takes them.
 
+        ``who`` calls: other than what ``parallelize`` made.
         ``ready`` gives the parameters and buffers, as a graph needs them or (``None``) as far as they are there.
         """
         key = (*self._signature(mode, tensors), *constants_of(args, kwargs))
@@ -326,7 +331,8 @@ class Engine:
         state = _state(held)
         said = [f"{name} = {values}" for name, values in changed_numbers(self.numbers.get(mode, {})).items()]
         fits = self._fits(mode, tensors)
-        text = "\n".join((*key, *said, self._state_text(held, state)))
+        caller = f"parallel module {self.number} of this program, {type(self.model).__name__}{who}"
+        text = "\n".join((caller, *key, *said, self._state_text(held, state)))
         first = not any_channels_last(local_parts(tensors)) and not any_channels_last(local_parts(held.values()))
         common = agree(self.grid.size, "inputs or parameters", text, (fits or 0) | CHANNELS_FIRST * first)
         last = not common & CHANNELS_FIRST
@@ -341,6 +347,12 @@ class Engine:
         if fits is None:  # there was no graph yet to look it up in
             common = agree(self.grid.size, "inputs", "", self._fits(mode, tensors) or 0)
         local = [bool(common >> i & 1) for i in range(len(tensors))]
+        if mode not in self.compared:
+            self.compared.add(mode)
+            whole = {f"{i}": t for i, t in enumerate(tensors) if not isinstance(t, DTensor)}
+            compare_values(
+                self.grid.size, whole, lambda text: self._warn(f"{text}\nEach rank uses its part of its own.")
+            )
         self._warn_of_gathers(self.compiled[mode][0], tensors, local)
         entry = (mode, key, tuple(local), last, state)
         if entry not in self.prepared:

@@ -24,7 +24,7 @@ from distfx.passes.compile import Compiled, PassRecord
 from distfx.passes.readable import readable
 from distfx.plan import Plan
 from distfx.predict import gradient_buckets, plan_of
-from distfx.runtime.parameters import Gradients, distribute
+from distfx.runtime.parameters import BeforeBackward, Gradients, distribute
 from distfx.symbolic import evaluate_shape
 
 __all__ = ["ParallelModule"]
@@ -64,92 +64,51 @@ _FIXED = (
 
 
 def _fixed(module: nn.Module) -> frozenset[str]:
-    """The plain attributes of a module of the model."""
-    return frozenset(name for name in vars(module) if name != "training" and not name.startswith("_"))
+    """What the graph has of a module of the model: its plain attributes, its layers, and how it computes."""
+    plain = (name for name in vars(module) if name != "training" and not name.startswith("_"))
+    return frozenset((*plain, *module._modules, "forward"))
 
 
-class Part(nn.Module):
-    """Stands for a module of the model: holds its parameters and its mode. It never runs by itself."""
-
-    def __init__(self, path: str, module: nn.Module) -> None:
-        super().__init__()
-        self._path, self._kind, self._fixed = path, type(module).__name__, _fixed(module)
-        self._shown = module.extra_repr()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_fixed", ()):
-            raise DistfxError(_FIXED.format(f"{self._path}.{name}"))
-        super().__setattr__(name, value)
-
-    def _get_name(self) -> str:
-        return self._kind
-
-    def extra_repr(self) -> str:
-        return self._shown
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise DistfxError(
-            f"{self._path} ({self._kind}) is a part of a parallel module, whose graph runs as a whole: it cannot be "
-            "called, and hooks on it would never run. Put hooks on the whole, or on its parameters; have the model "
-            "return what is to be looked at."
-        )
-
-    forward = _refuse
-    register_forward_hook = register_forward_pre_hook = _refuse
-    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
-
-
-class ParallelModule(nn.Module):
-    """A model distributed over a grid: the same call, the same numbers. Made by :func:`distfx.parallelize`."""
+class _Shell(nn.Module):
+    """Holds the parameters of a module of the model, which it stands for, and its mode; the graph computes."""
 
     _engine: Engine
-    _slots: dict[str, tuple[dict[str, Any], str]]
-    """Where each parameter, buffer and constant lies: ``.to()`` and optimizers may replace them."""
+    _path: str
+    """Of the module in the model."""
+    _fixed: frozenset[str]
 
-    _mirrors: tuple[nn.Module, ...]
-    """For each module of the model, in the order of ``model.modules()``, the one here that stands for it."""
-
-    _aliases: dict[str, list[str]]
-    """For each name all names of the same tensor."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self._engine = engine
-        self._slots = {}
-        self._aliases = {}
-        self._fixed = _fixed(engine.model)
-        self._mirror(engine.model)
-        compiled = engine.compile_together(self._mode)
-        if compiled is not None:
-            self._adopt(compiled)
+    def _stand_for(self, path: str, module: nn.Module, engine: Engine) -> None:
+        self.__dict__ |= {"_engine": engine, "_path": path}
+        self._awaits = any(True for _ in (*module.parameters(), *module.buffers()))
+        """Whether it has parameters or buffers, once there are any."""
+        self.__dict__["_fixed"] = _fixed(module)  # the last: from now on
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_fixed", ()):
-            raise DistfxError(_FIXED.format(name))
+            raise DistfxError(_FIXED.format(self._named(name)))
+        held = name in self.__dict__.get("_parameters", ()) or name in self.__dict__.get("_buffers", ())
+        if held and not isinstance(value, DTensor):
+            raise DistfxError(
+                f"{self._named(name)} is a DTensor, of which each rank has its part: write into it (copy_), or load it "
+                "whole by net.load_state_dict(..., strict=False)"
+            )
         super().__setattr__(name, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        """Without gradients, as torch copies a model; it would copy those of DTensors, but cannot parts of buckets."""
-        held = {name: parameter.grad for name, parameter in self.named_parameters()}
-        copied = self.__new__(type(self))
-        memo[id(self)] = copied
-        try:
-            self.zero_grad()
-            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        finally:
-            for name, parameter in self.named_parameters():
-                parameter.grad = held[name]
-        return copied
+    def __delattr__(self, name: str) -> None:
+        if name in self._fixed or name in self._parameters or name in self._buffers:
+            raise DistfxError(_FIXED.format(self._named(name)))
+        super().__delattr__(name)
 
-    # --------------------------------------------------------------------------------------------------- state
+    def _named(self, name: str) -> str:
+        return f"{self._path}.{name}" if self._path else name
 
     def _check_made(self) -> None:
         """Before the first call of a model whose input is not known there are no parameters: not even none."""
-        if not self._slots and any(True for _ in (*self._engine.model.parameters(), *self._engine.model.buffers())):
+        if self._awaits and not self._engine.adopted:
             raise DistfxError(NOT_YET)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._slots:  # before the first call there is nothing to clear
+        if self._engine.adopted:  # before the first call there is nothing to clear
             super().zero_grad(set_to_none)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -164,9 +123,104 @@ class ParallelModule(nn.Module):
         self._check_made()
         return super().state_dict(*args, **kwargs)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> ParallelModule:
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._check_made()
         return super()._apply(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise DistfxError("a parallel module cannot be pickled: save net.full_state_dict(), or net.state_dict()")
+
+
+class Part(_Shell):
+    """Stands for a module inside of the model. It never runs by itself."""
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module, engine: Engine) -> Part:
+        """A part that is an instance of the module's type, too: programs look for ``nn.BatchNorm2d``."""
+        kind = type(module)
+        try:
+            mixed: Any = type(kind.__name__, (cls, kind), {"__module__": kind.__module__})
+            made: Part = mixed.__new__(mixed)
+        except TypeError:  # a type that cannot be inherited from
+            made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.__dict__ |= {"_kind": kind.__name__, "_shown": module.extra_repr()}
+        made._stand_for(path, module, engine)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self.__dict__.get("_fixed", ()):
+                return getattr(self._engine.model.get_submodule(self._path), name)
+            raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __repr__(self) -> str:
+        return nn.Module.__repr__(self)
+
+    def _get_name(self) -> str:
+        return str(self.__dict__["_kind"])
+
+    def extra_repr(self) -> str:
+        return str(self.__dict__["_shown"])
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise DistfxError(
+            f"{self._path} ({self._get_name()}) is a part of a parallel module, whose graph runs as a whole: it cannot "
+            "be called, and hooks on it would never run. Put hooks on the whole, or on its parameters; have the model "
+            "return what is to be looked at."
+        )
+
+    forward = _refuse
+    register_forward_hook = register_forward_pre_hook = _refuse
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
+
+
+class ParallelModule(_Shell):
+    """A model distributed over a grid: the same call, the same numbers. Made by :func:`distfx.parallelize`."""
+
+    _engine: Engine
+    _slots: dict[str, tuple[dict[str, Any], str]]
+    """Where each parameter, buffer and constant lies: ``.to()`` and optimizers may replace them."""
+
+    _mirrors: tuple[nn.Module, ...]
+    """For each module of the model, in the order of ``model.modules()``, the one here that stands for it."""
+
+    _aliases: dict[str, list[str]]
+    """For each name all names of the same tensor."""
+
+    _copied = False
+    """Whether it is a copy of what ``parallelize`` made: not all ranks need make as many."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._slots = {}
+        self._aliases = {}
+        self._stand_for("", engine.model, engine)
+        self._mirror(engine.model)
+        compiled = engine.compile_together(self._mode)
+        if compiled is not None:
+            self._adopt(compiled)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Without gradients, as torch copies a model; it would copy those of DTensors, but cannot parts of buckets."""
+        held = {name: parameter.grad for name, parameter in self.named_parameters()}
+        copied = self.__new__(type(self))
+        memo[id(self)] = copied
+        try:
+            self.zero_grad()
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo) | {"_copied": True})
+        finally:
+            for name, parameter in self.named_parameters():
+                parameter.grad = held[name]
+        return copied
 
     # --------------------------------------------------------------------------------------------------- modes
 
@@ -177,7 +231,7 @@ class ParallelModule(nn.Module):
             if path:
                 owner, _, leaf = path.rpartition(".")
                 parent = made[model.get_submodule(owner)]
-                parent._modules[leaf] = made.setdefault(module, Part(path, module))
+                parent._modules[leaf] = made.get(module) or made.setdefault(module, Part.of(path, module, self._engine))
         self._mirrors = tuple(made[module] for module in model.modules())
         Mode.of(model).set(self._mirrors)
 
@@ -259,10 +313,15 @@ class ParallelModule(nn.Module):
         """As the model's own: plain tensors are global, the same on all ranks; DTensors are sharded already."""
         args, kwargs = self._engine.arguments(args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        compiled, runnable, held, inputs = self._engine.prepare(self._mode, args, kwargs, tensors, self._adopt)
-        gradients = Gradients(held, runnable.buckets, self._engine.draw_seed(compiled))
-        results = runnable.run(gradients, *inputs)
-        return pytree.tree_unflatten([_own(result) for result in results], compiled.capture.out_spec)
+        engine, who = self._engine, ", a copy of it" if self._copied else ""
+        compiled, runnable, held, inputs = engine.prepare(self._mode, args, kwargs, tensors, self._adopt, who)
+        gradients = Gradients(held, runnable.buckets, engine.draw_seed(compiled))
+        results = [_own(result) for result in runnable.run(gradients, *inputs)]
+        wanted = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
+        before = BeforeBackward(held.values() if wanted else ())
+        for result in wanted:
+            result.register_hook(before)
+        return pytree.tree_unflatten(results, compiled.capture.out_spec)
 
     # ---------------------------------------------------------------------------------------------- inspection
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from distfx.errors import DistfxError, RankMismatchError
 from distfx.runtime.failure import During
 from distfx.runtime.gloo import let_others_first
 
-__all__ = ["agree", "digest", "host_group", "together"]
+__all__ = ["agree", "compare_values", "digest", "host_group", "next_number", "together"]
 
 T = TypeVar("T")
 
 _host: tuple[Any, Any] | None = None
+_given = 0
 
 
 def host_group() -> Any:
@@ -75,6 +77,40 @@ def _difference(what: str, texts: list[str]) -> str:
         who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
         shown.append(f"  {who}: {facts[differs] if differs < len(facts) else '(nothing more)'}")
     return f"the ranks were given different {what}:\n" + "\n".join(shown)
+
+
+def next_number(world: int) -> int:
+    """A number that no rank has had before, the same on all: for what they make together."""
+    global _given
+    number = torch.tensor([_given + 1], dtype=torch.int64)
+    if world > 1:
+        with During("numbering of what the ranks make together"):
+            dist.all_reduce(number, op=dist.ReduceOp.MAX, group=host_group())
+    _given = int(number)
+    return _given
+
+
+def compare_values(world: int, inputs: Mapping[str, Tensor], problem: Callable[[str], None] | None = None) -> None:
+    """Raise on all ranks if they were given other values of what is one global tensor: loaders may shuffle for each.
+
+    With ``problem``, call it with what would have been raised.
+    """
+    if world == 1 or not inputs:
+        return
+    lines = [f"input {name} with checksum {_checksum(value)}" for name, value in inputs.items()]
+    what = "values (a plain tensor is the global one, the same on every rank; a part comes as a DTensor)"
+    try:
+        agree(world, what, "\n".join(lines))
+    except RankMismatchError as error:
+        if problem is None:
+            raise
+        problem(str(error))
+
+
+def _checksum(value: Tensor) -> str:
+    step = max(1, value.numel() >> 24)  # of some gigabytes not every element
+    data: Any = value.detach().flatten()[::step].cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=4).hexdigest()
 
 
 def together(world: int, make: Callable[[], T]) -> T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from distfx.errors import NonFiniteError
 from distfx.grid import Grid
 from distfx.moves import BoundMove
-from distfx.runtime.agree import agree, host_group
+from distfx.runtime.agree import compare_values, host_group
 from distfx.runtime.failure import During
 
 __all__ = ["Checked"]
@@ -42,11 +41,7 @@ class Checked:
         """What was given as the global tensor is the same on every rank: a data loader may have shuffled for each."""
         names = [node.name for node in self.module.graph.find_nodes(op="placeholder")[1:]]
         whole = [(name, value) for name, value in zip(names, inputs, strict=True) if name not in self.local]
-        agree(
-            self.grid.size,
-            "values (a plain tensor is the global one, the same on every rank; a part comes as a DTensor)",
-            "\n".join(f"input {name} with checksum {_checksum(value)}" for name, value in whole),
-        )
+        compare_values(self.grid.size, dict(whole))
 
     def _compare(self, first: tuple[int, int, int] | None) -> None:
         nodes = list(self.module.graph.nodes)
@@ -64,11 +59,6 @@ class Checked:
         shown = [f"  rank {rank}: {_counts(nan, inf)}" for rank, nan, inf in found[:16]]
         shown += [f"  and {len(found) - 16} more ranks"] if len(found) > 16 else []
         raise NonFiniteError(f"{_describe(nodes[number])} is not finite, in this rank's part:\n" + "\n".join(shown))
-
-
-def _checksum(value: Tensor) -> str:
-    data: Any = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=4).hexdigest()
 
 
 class _Run(Interpreter):

@@ -10,7 +10,7 @@ accumulation and ``autograd.grad`` therefore see finished gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distfx import ledger
+from distfx.errors import DistfxError
 from distfx.grid import Grid, Segment
 from distfx.layout import Layout
 from distfx.runtime.failure import During
 from distfx.runtime.formats import empty, is_channels_last, memory_order
 from distfx.runtime.transport import Work, all_reduce, send_receive
 
-__all__ = ["Bucket", "Gradients", "distribute", "placements", "to_dtensor"]
+__all__ = ["BeforeBackward", "Bucket", "Gradients", "distribute", "placements", "to_dtensor"]
 
 BUCKET_BYTES = 8 << 20
 """A bucket is closed when it holds so much. Small enough that reduction starts early, large enough to hide latency."""
@@ -234,6 +235,24 @@ class Gradients:
         """The local tensor of a buffer, or of a parameter without gradient."""
         with torch.no_grad():
             return self.tensors[name].to_local()
+
+
+class BeforeBackward:
+    """A hook on the outputs of a forward pass, which runs before anything else does, going back."""
+
+    def __init__(self, held: Iterable[DTensor]) -> None:
+        self.held = [(tensor, tensor._version) for tensor in held]
+
+    def __call__(self, grad: Tensor) -> None:
+        if torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad):
+            raise DistfxError(
+                "gradients of many functions at once (vmap, jacobian(..., vectorize=True)) would need messages of as "
+                "many: take one after the other"
+            )
+        # DTensor counts changes of the whole, autograd looks at the part that was saved: what it says then is true
+        changed = [tensor._local_tensor for tensor, version in self.held if tensor._version != version]
+        torch.autograd.graph.increment_version(changed)
+        self.held = []
 
 
 def make_buckets(
