@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -94,6 +95,15 @@ class _Shell(nn.Module):
             )
         super().__setattr__(name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        """Plain attributes are the model's: ``net.fc.out_features``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self.__dict__.get("_fixed", ()):
+                return getattr(self._engine.model.get_submodule(self._path), name)
+            raise
+
     def __delattr__(self, name: str) -> None:
         if name in self._fixed or name in self._parameters or name in self._buffers:
             raise DistfxError(_FIXED.format(self._named(name)))
@@ -137,24 +147,12 @@ class Part(_Shell):
     @classmethod
     def of(cls, path: str, module: nn.Module, engine: Engine) -> Part:
         """A part that is an instance of the module's type, too: programs look for ``nn.BatchNorm2d``."""
-        kind = type(module)
-        try:
-            mixed: Any = type(kind.__name__, (cls, kind), {"__module__": kind.__module__})
-            made: Part = mixed.__new__(mixed)
-        except TypeError:  # a type that cannot be inherited from
-            made = cls.__new__(cls)
+        mixed = _part_type(type(module))
+        made: Part = mixed.__new__(mixed)
         nn.Module.__init__(made)
-        made.__dict__ |= {"_kind": kind.__name__, "_shown": module.extra_repr()}
+        made.__dict__ |= {"_kind": type(module).__name__, "_shown": module.extra_repr()}
         made._stand_for(path, module, engine)
         return made
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name in self.__dict__.get("_fixed", ()):
-                return getattr(self._engine.model.get_submodule(self._path), name)
-            raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         copied = type(self).__new__(type(self))
@@ -181,6 +179,14 @@ class Part(_Shell):
     forward = _refuse
     register_forward_hook = register_forward_pre_hook = _refuse
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
+
+
+@cache
+def _part_type(kind: Any) -> Any:
+    try:
+        return type(kind.__name__, (Part, kind), {"__module__": kind.__module__})
+    except TypeError:  # a type that cannot be inherited from
+        return Part
 
 
 class ParallelModule(_Shell):

@@ -22,7 +22,8 @@ from tests.ranks import run, run_raises
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 5)
+        self.classes = 5
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, self.classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.norm(self.conv(x)).relu().mean((2, 3)))
@@ -48,14 +49,14 @@ def by_type(grid: str) -> tuple[float, float, list[int], Any]:
     before = net.full_state_dict()["norm.running_mean"].clone()
     error = relative(net(image()), plain(image()))
     moved = relative(net.full_state_dict()["norm.running_mean"], before)
-    return error, moved, counts, (net.fc.out_features, net.conv.padding, net.norm.eps, repr(net.conv))
+    return error, moved, counts, (net.classes, net.fc.out_features, net.conv.padding, net.norm.eps, repr(net.conv))
 
 
 @on("h2", "c2")
 def test_layers_have_their_types(world: int, grid: str) -> None:
     for error, moved, counts, shown in run(world, by_type, grid):
         assert error < 1e-12 and moved == 0 and counts == [2, 2]
-        assert shown == (5, (1, 1), 1e-5, "Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))")
+        assert shown == (5, 5, (1, 1), 1e-5, "Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))")
 
 
 def set_head(net: Any) -> None:
