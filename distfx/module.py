@@ -147,10 +147,11 @@ class Part(_Shell):
     @classmethod
     def of(cls, path: str, module: nn.Module, engine: Engine) -> Part:
         """A part that is an instance of the module's type, too: programs look for ``nn.BatchNorm2d``."""
-        mixed = _part_type(type(module))
+        kind: Any = type(module)
+        mixed = _part_type(kind)
         made: Part = mixed.__new__(mixed)
         nn.Module.__init__(made)
-        made.__dict__ |= {"_kind": type(module).__name__, "_shown": module.extra_repr()}
+        made.__dict__ |= {"_kind": kind.__name__, "_shown": module.extra_repr()}
         made._stand_for(path, module, engine)
         return made
 
