@@ -13,7 +13,7 @@ from distfx.engine import Engine
 from distfx.errors import DistfxError
 from distfx.grid import Grid, GridLike
 from distfx.module import ParallelModule
-from distfx.passes.bind import bind, match_inputs
+from distfx.passes.bind import bind, check_batch, match_inputs
 from distfx.passes.capture import capture
 from distfx.passes.compile import compile_capture
 from distfx.passes.planner import ALGORITHMS, Pins
@@ -97,6 +97,8 @@ def plan(
     place = place.at(rank)
     first = next(model.parameters(), None)
     device = torch.device("meta") if first is None else first.device
+    if not isinstance(shape, Sequence):
+        raise DistfxError(f"shape={shape!r}: it is that of the whole input, such as (8, 3, 224, 224)")
     given = [shape] if all(isinstance(size, int) for size in shape) else shape
     examples = tuple(
         torch.empty_like(each, device=device)
@@ -106,7 +108,9 @@ def plan(
     )
     captured = capture(model, examples, training=model.training, batch=max(2, 2 * place.axes.get("n", 1)))
     compiled = compile_capture(captured, place.axes, pins, outputs, statistics=_statistics(batch_norm))
-    values = match_inputs(captured.inputs, [tuple(e.shape) for e in examples], [e.dtype for e in examples])
+    shapes = [tuple(e.shape) for e in examples]
+    values = match_inputs(captured.inputs, shapes, [e.dtype for e in examples])
+    check_batch(captured.inputs, shapes, place.axes.get("n", 1))
     bound = bind(compiled.module, values, place)
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     return plan_of(compiled, bound, place, {}, trained, gradient_buckets(bound, trained, place))

@@ -27,7 +27,7 @@ from distfx import ops
 from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError, say, warn
 from distfx.grid import Grid
 from distfx.layout import Layout
-from distfx.passes.bind import Values, bind, match_inputs
+from distfx.passes.bind import Values, bind, check_batch, match_inputs
 from distfx.passes.capture import (
     Capture,
     InputSpec,
@@ -395,7 +395,7 @@ class Engine:
                 except SizeError as error:  # another graph may fit
                     problem = problem or error
                     continue
-                self._check_batch(compiled, tensors)
+                check_batch(compiled.capture.inputs, shapes, self.grid.axes.get("n", 1))
                 if compiled.capture.holds(values):
                     if self._holds_for_ones(mode, number, values, args, kwargs):
                         return number, specs, values
@@ -479,16 +479,6 @@ class Engine:
     def agree_on_call(self, what: str) -> None:
         """Raise on all ranks if one makes another call, as ``if rank == 0:`` around what all must do together."""
         agree(self.grid.size, "calls", what)
-
-    def _check_batch(self, compiled: Compiled, tensors: Sequence[Tensor]) -> None:
-        samples, specs = self.grid.axes.get("n", 1), compiled.capture.inputs
-        batch = max((spec.shape for spec in specs), key=len, default=())[:1]  # a short vector may be anything
-        for spec, tensor in zip(specs, tensors, strict=True):
-            if spec.shape[:1] == batch and tensor.dim() and tensor.shape[0] < samples and not isinstance(batch[0], int):
-                raise DistfxError(
-                    f"input {spec.name} has a batch of {tensor.shape[0]}, smaller than the grid's axis n={samples}: "
-                    "give a larger batch, or split space or channels instead of samples."
-                )
 
     def _bind(
         self,

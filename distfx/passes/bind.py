@@ -31,7 +31,7 @@ from distfx.symbolic import evaluate, evaluate_number, evaluate_shape, show
 if TYPE_CHECKING:
     from distfx.grid import Grid
 
-__all__ = ["Bound", "bind", "match_inputs", "numbered_layout"]
+__all__ = ["Bound", "bind", "check_batch", "match_inputs", "numbered_layout"]
 
 Values = dict[sympy.Symbol, int]
 
@@ -167,6 +167,17 @@ def numbered_layout(layout: Layout, values: Values) -> Layout:
 
 
 # -------------------------------------------------------------------------------------------------- checking
+
+
+def check_batch(specs: Sequence[InputSpec], shapes: Sequence[tuple[int, ...]], samples: int) -> None:
+    """Raise for a batch that is smaller than the axis over which ``samples`` ranks split it."""
+    batch = max((spec.shape for spec in specs), key=len, default=())[:1]  # a short vector may be anything
+    for spec, shape in zip(specs, shapes, strict=True):
+        if samples > 1 and spec.shape[:1] == batch and shape and shape[0] < samples and not isinstance(batch[0], int):
+            raise DistfxError(
+                f"input {spec.name} has a batch of {shape[0]}, smaller than the grid's axis n={samples}: give a larger "
+                "batch, or split space or channels instead of samples."
+            )
 
 
 def _check(node: Node, shape: tuple[int, ...], values: Values, coords: Coords) -> None:
