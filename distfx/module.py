@@ -71,7 +71,10 @@ def _fixed(module: nn.Module) -> frozenset[str]:
 
 
 class _Shell(nn.Module):
-    """Holds the parameters of a module of the model, which it stands for, and its mode; the graph computes."""
+    """Holds the parameters of a module of the model, which it stands for, and its mode; the graph computes.
+
+    It is a plain module in all that it does: what the module's type has made of these methods is left aside.
+    """
 
     _engine: Engine
     _path: str
@@ -93,12 +96,12 @@ class _Shell(nn.Module):
                 f"{self._named(name)} is a DTensor, of which each rank has its part: write into it (copy_), or load it "
                 "whole by net.load_state_dict(..., strict=False)"
             )
-        super().__setattr__(name, value)
+        nn.Module.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         """Plain attributes are the model's: ``net.fc.out_features``."""
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)
         except AttributeError:
             if name in self.__dict__.get("_fixed", ()):
                 return getattr(self._engine.model.get_submodule(self._path), name)
@@ -107,7 +110,7 @@ class _Shell(nn.Module):
     def __delattr__(self, name: str) -> None:
         if name in self._fixed or name in self._parameters or name in self._buffers:
             raise DistfxError(_FIXED.format(self._named(name)))
-        super().__delattr__(name)
+        nn.Module.__delattr__(self, name)
 
     def _named(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
@@ -119,23 +122,23 @@ class _Shell(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._engine.adopted:  # before the first call there is nothing to clear
-            super().zero_grad(set_to_none)
+            nn.Module.zero_grad(self, set_to_none)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self._check_made()
-        return super().named_parameters(*args, **kwargs)
+        return nn.Module.named_parameters(self, *args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         self._check_made()
-        return super().named_buffers(*args, **kwargs)
+        return nn.Module.named_buffers(self, *args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._check_made()
-        return super().state_dict(*args, **kwargs)
+        return nn.Module.state_dict(self, *args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._check_made()
-        return super()._apply(*args, **kwargs)
+        return nn.Module._apply(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise DistfxError("a parallel module cannot be pickled: save net.full_state_dict(), or net.state_dict()")
@@ -177,6 +180,10 @@ class Part(_Shell):
             "return what is to be looked at."
         )
 
+    train = nn.Module.train
+    requires_grad_ = nn.Module.requires_grad_
+    get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
+    _save_to_state_dict, _load_from_state_dict = nn.Module._save_to_state_dict, nn.Module._load_from_state_dict
     forward = _refuse
     register_forward_hook = register_forward_pre_hook = _refuse
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _refuse
@@ -238,7 +245,9 @@ class ParallelModule(_Shell):
             if path:
                 owner, _, leaf = path.rpartition(".")
                 parent = made[model.get_submodule(owner)]
-                parent._modules[leaf] = made.get(module) or made.setdefault(module, Part.of(path, module, self._engine))
+                if module not in made:
+                    made[module] = Part.of(path, module, self._engine)
+                parent._modules[leaf] = made[module]
         self._mirrors = tuple(made[module] for module in model.modules())
         Mode.of(model).set(self._mirrors)
 

@@ -130,6 +130,56 @@ def test_what_would_have_no_effect_is_refused(world: int, grid: str, action: Cal
         assert failure is not None and words in failure.message, failure
 
 
+class Unusual(nn.Module):
+    """Methods of modules made otherwise, with attributes that parts do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self._own = nn.Conv2d(3, 3, 3, padding=1), [1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        assert self._own
+        return super()._apply(fn, recurse)
+
+    def train(self, mode: bool = True) -> Any:
+        assert self._own
+        return super().train(mode)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        assert self._own
+        super()._save_to_state_dict(*args)
+
+
+class WithUnusual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.none = Unusual(), nn.Sequential()
+        self.all = nn.ModuleList([self.one, self.none, self.none, Unusual()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.all:
+            x = layer(x)
+        return x
+
+
+def unusual(grid: str) -> tuple[float, bool, int, bool]:
+    net, plain = pair(grid, WithUnusual)
+    for module in (net, plain):
+        module.eval().float().double()
+    net.all.train()
+    same = list(net.full_state_dict()) == list(plain.state_dict())
+    return relative(net(image()), plain(image())), same, len(net.all), net.all[1] is net.none and net.all[0] is net.one
+
+
+@on("h2", "c2")
+def test_layers_of_unusual_types(world: int, grid: str) -> None:
+    for error, same, count, shared in run(world, unusual, grid):
+        assert error < 1e-6 and same and count == 4 and shared
+
+
 # ---------------------------------------------------------------------------------------- before the first call
 
 
