@@ -255,10 +255,8 @@ class _Kept:
         return cls(value, None, copy.copy(value) if type(value) in (list, dict, set) else None)
 
     def is_same(self, now: Any) -> bool:
-        if type(now) in (int, float, bool, str):
-            return type(now) is type(self.value) and bool(now == self.value)
-        if now is not self.value:
-            return False
+        if now is not self.value:  # numbers may be made anew
+            return type(now) in (int, float, bool, str) and type(now) is type(self.value) and bool(now == self.value)
         if self.version is not None:
             return bool(now._version == self.version)
         return self.content is None or _things(now) == _things(self.content)
