@@ -330,16 +330,15 @@ def decide(
 
 
 def _settle_statistics(plan: Decisions, sizes: Mapping[str, int], fixed: Collection[str]) -> None:
-    """A batch norm of all channels whose running statistics another call has split: they are stored whole.
-
-    Where another graph has stored them split already, this batch norm is computed so.
+    """A batch norm writes into slices of its running statistics. Where another call has split them otherwise, they are
+    stored whole; where another graph has stored them so already, this batch norm is computed as they are split.
     """
     for node, decision in plan.nodes.items():
         if node.target is not aten.batch_norm.default or decision.spec is None:
             continue
         for operand, need in decision.needs:
             stored = plan.layouts[operand]
-            if operand not in node.args[3:5] or need.split_axes or not stored.split_axes:
+            if operand not in node.args[3:5] or _is_slice(need, stored):
                 continue
             if operand.op == "get_attr" and str(operand.target) not in fixed:
                 plan.layouts[operand] = Layout.replicated(1)
@@ -351,6 +350,12 @@ def _settle_statistics(plan: Decisions, sizes: Mapping[str, int], fixed: Collect
             plan.nodes[node] = replace(decision, axes=axes, needs=projected[0], raw=projected[1], result=projected[1])
             plan.layouts[node] = projected[1]
             break
+
+
+def _is_slice(part: Layout, whole: Layout) -> bool:
+    """Of vectors: whether ranks find theirs in what they have."""
+    (mine,), (held,) = part.dims, whole.dims
+    return mine.axes[: len(held.axes)] == held.axes
 
 
 def _split_computed(plan: Decisions, sizes: Mapping[str, int], fixed: Collection[str]) -> None:
