@@ -163,9 +163,9 @@ class Grid:
         """As :meth:`of`, without processes."""
         if isinstance(grid, str):
             return cls.parse_abstract(grid)
-        if isinstance(grid, Mapping):
-            return cls.abstract(**_named(grid))
-        return cls.of(grid).at(0)
+        if isinstance(grid, Grid | DeviceMesh):
+            return cls.of(grid).at(0)
+        return cls.abstract(**_named(grid))
 
     @classmethod
     def of(cls, grid: GridLike) -> Grid:

@@ -9,6 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
 
 import distfx
 from distfx.runtime import formats
@@ -51,9 +53,10 @@ def errors(grid: str, strategy: str) -> list[tuple[tuple[object, ...], float]]:
             assert mine.grad is not None and theirs.grad is not None
             each = [relative(y, want), relative(mine.grad, theirs.grad)]
             for p, q in zip(net.parameters(), model.parameters(), strict=True):
-                assert q.grad is not None
-                each.append(relative(p.grad.full_tensor(), q.grad))  # type: ignore[union-attr]
-                assert p.grad.to_local().stride() == p.to_local().stride() or 1 in p.to_local().shape  # type: ignore
+                assert isinstance(p.grad, DTensor) and isinstance(p, DTensor) and q.grad is not None
+                each.append(relative(p.grad.full_tensor(), q.grad))
+                strides = zip(p.grad.to_local().stride(), p.to_local().stride(), p.to_local().shape, strict=True)
+                assert all(mine == its for mine, its, size in strides if size > 1), "a gradient lies otherwise"
             found.append(((channels, image, weights, size), max(each)))
     return found
 
@@ -104,9 +107,15 @@ def chosen(grid: str) -> tuple[dict[str, Any], list[bool], dict[str, bool]]:
         found = exact(Hourglass, grid, [(4, 3, 16, 14), (4, 3, 10, 16)], dtype=torch.float32)
         net = distfx.parallelize(Hourglass(), grid, outputs="local")
         results = net(torch.randn(4, 3, 16, 14))
+    last = {node.name: node.meta.get("last", False) for node in linked(net)}
+    return found["errors"], [y.is_contiguous() for y in results], last
+
+
+def linked(net: distfx.ParallelModule) -> list[Node]:
+    """The nodes of the one graph that has run."""
     ((_, runnable),) = net._engine.prepared.values()
-    nodes = runnable.run.graph.nodes  # type: ignore[attr-defined]
-    return found["errors"], [y.is_contiguous() for y in results], {n.name: n.meta.get("last", False) for n in nodes}
+    assert isinstance(runnable.run, GraphModule)
+    return list(runnable.run.graph.nodes)
 
 
 @on("n2", "h2", "c2", "c3", "h2w2", "c2h2")
@@ -124,8 +133,7 @@ def formats_of(shape: tuple[int, ...], channels: int, grid: str) -> set[bool]:
     model = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU())
     net = distfx.parallelize(model, grid)
     net(torch.randn(shape))
-    ((_, runnable),) = net._engine.prepared.values()
-    return {n.meta["last"] for n in runnable.run.graph.nodes if "convolution" in getattr(n.target, "__name__", "")}  # type: ignore[attr-defined]
+    return {node.meta["last"] for node in linked(net) if "convolution" in getattr(node.target, "__name__", "")}
 
 
 @pytest.mark.parametrize(

@@ -337,8 +337,10 @@ def test_a_shape_that_does_not_fit(shape: tuple[int, ...], words: list[str]) -> 
 def test_a_batch_that_a_call_would_refuse() -> None:
     with pytest.raises(distfx.DistfxError, match="a batch of 1, smaller than the grid's axis n=2"):
         distfx.plan(nn.Conv2d(3, 4, 3), "n2", (1, 3, 8, 8))
-    with pytest.raises(distfx.DistfxError, match="that of the whole input"):
-        distfx.plan(nn.Conv2d(3, 4, 3), "n2", 8)  # type: ignore[arg-type]
+    with pytest.raises(distfx.DistfxError, match="that of the whole input, such as"):
+        distfx.plan(nn.Conv2d(3, 4, 3), "n2", 8)  # type: ignore[arg-type]  (the mistake)
+    with pytest.raises(distfx.DistfxError, match="a grid is a distfx"):
+        distfx.plan(nn.Conv2d(3, 4, 3), 2, (2, 3, 8, 8))  # type: ignore[arg-type]  (another)
 
 
 def test_json_and_back() -> None:

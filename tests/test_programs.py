@@ -105,6 +105,14 @@ def use_after_step(net: Any) -> None:
         optimizer.step()
 
 
+def second_backward(net: Any) -> None:
+    loss = net(image()).sum()
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        net.fc.weight.mul_(2)
+    loss.backward()
+
+
 def after(grid: str, action: Callable[[Any], None]) -> None:
     action(pair(grid, Net)[0])
 
@@ -122,6 +130,7 @@ def after(grid: str, action: Callable[[Any], None]) -> None:
         (many_gradients, "take one after the other"),
         (use_after_change, "modified by an inplace operation"),
         (use_after_step, "modified by an inplace operation"),
+        (second_backward, "modified by an inplace operation"),
     ],
 )
 @on("c2")
@@ -299,6 +308,11 @@ class Carried(nn.Module):
         super().__init__()
         self.conv, self.kind = nn.Conv2d(3, 8, 3, padding=1), kind
         self.h: Any = {"set": None, "reset": torch.zeros(1, 8, 1, 1), "write": torch.zeros(1)}.get(kind, [])
+        with torch.inference_mode():
+            self.scale = torch.ones(1)
+        self.names = set(range(0, 3000, 7))
+        for name in range(0, 2900, 7):  # a copy of what is left may have another order
+            self.names.discard(name)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)

@@ -249,10 +249,11 @@ class BeforeBackward:
                 "gradients of many functions at once (vmap, jacobian(..., vectorize=True)) would need messages of as "
                 "many: take one after the other"
             )
-        # DTensor counts changes of the whole, autograd looks at the part that was saved: what it says then is true
+        # DTensor counts changes of the whole (not those of foreach and fused optimizers), autograd looks at the part
+        # that was saved: what it says then is true
         changed = [tensor._local_tensor for tensor, version in self.held if tensor._version != version]
         torch.autograd.graph.increment_version(changed)
-        self.held = []
+        self.held = [(tensor, tensor._version) for tensor, _ in self.held]  # the graph may be gone through again
 
 
 def make_buckets(
