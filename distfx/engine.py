@@ -27,18 +27,16 @@ from distfx import ops
 from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError, say, warn
 from distfx.grid import Grid
 from distfx.layout import Layout
+from distfx.passes.attributes import Numbers, changed_numbers, numbers_of
 from distfx.passes.bind import Values, bind, check_batch, match_inputs
 from distfx.passes.capture import (
     Capture,
     InputSpec,
     Mode,
-    Numbers,
     capture,
-    changed_numbers,
     check_supported,
     constants_of,
     infer_inputs,
-    numbers_of,
 )
 from distfx.passes.compile import Compiled, compile_capture
 from distfx.passes.nodes import describe

@@ -7,7 +7,6 @@ nodes ``meta`` has ``shape`` (global, in the input's symbols), ``dtype``, ``path
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 import logging
@@ -35,6 +34,7 @@ from torch.utils import checkpoint
 from distfx.errors import CaptureError, DistfxError
 from distfx.layout import DIM_NAMES
 from distfx.ops import on_device
+from distfx.passes.attributes import attributes_kept
 from distfx.passes.canonical import canonical, name_after_module
 from distfx.passes.custom import own_functions
 from distfx.passes.nodes import aten, describe
@@ -216,99 +216,6 @@ def _through_checkpoints() -> Iterator[list[str]]:
         patch.object(checkpoint, "_checkpoint_without_reentrant_generator", generator),
     ):
         yield found
-
-
-Numbers = dict[str, tuple[dict[str, Any], str, Any]]
-
-
-def numbers_of(model: nn.Module) -> Numbers:
-    """The plain attributes of a model's modules that a graph may have fixed: where each lies, and its value."""
-    return {
-        f"{path}.{name}" if path else name: (vars(module), name, value)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) in (int, float, bool, str) and name != "training" and not name.startswith("_")
-    }
-
-
-def changed_numbers(numbers: Numbers) -> dict[str, str]:
-    """Those that have another value by now, with both."""
-    return {
-        key: f"{old!r}, now {new!r}"
-        for key, (owner, name, old) in numbers.items()
-        if (new := owner.get(name)) is not old and new != old
-    }
-
-
-@dataclass
-class _Kept:
-    """An attribute of a module as it was: the object, and what was in it."""
-
-    value: Any
-    version: int | None
-    content: Any
-
-    @classmethod
-    def of(cls, value: Any) -> _Kept:
-        if isinstance(value, torch.Tensor):
-            return cls(value, value._version, value.detach().clone())
-        return cls(value, None, copy.copy(value) if type(value) in (list, dict, set) else None)
-
-    def is_same(self, now: Any) -> bool:
-        if now is not self.value:  # numbers may be made anew
-            return type(now) in (int, float, bool, str) and type(now) is type(self.value) and bool(now == self.value)
-        if self.version is not None:
-            return bool(now._version == self.version)
-        return self.content is None or _things(now) == _things(self.content)
-
-    def restore(self, owner: dict[str, Any], name: str) -> None:
-        same, owner[name] = self.is_same(owner.get(name)), self.value
-        if not same and self.version is not None:
-            with torch.no_grad():
-                self.value.copy_(self.content)
-        elif not same and self.content is not None:
-            self.value.clear()
-            self.value.extend(self.content) if isinstance(self.value, list) else self.value.update(self.content)
-
-
-def _things(container: Any) -> list[int]:
-    """What a list, dict or set holds: the very objects, which may not compare."""
-    return (
-        [id(each) for each in (*container, *container.values())]
-        if isinstance(container, dict)
-        else [*map(id, container)]
-    )
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The plain attributes of a model's modules: what each is called, and where it lies."""
-    for path, module in model.named_modules():
-        for name in list(vars(module)):
-            if name != "training" and not name.startswith("_"):
-                yield f"{path}.{name}" if path else name, vars(module), name
-
-
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[list[str]]:
-    """Counters and the like that ``forward`` changes are as they were in the end; gives their names then."""
-    kept = {key: (owner, name, _Kept.of(owner[name])) for key, owner, name in _attributes(model)}
-    found: list[str] = []
-
-    def look(*_: Any) -> None:
-        now = {key: owner[name] for key, owner, name in _attributes(model)}
-        changed = [key for key, value in now.items() if key not in kept or not kept[key][2].is_same(value)]
-        found.extend(key for key in changed if key not in found)
-
-    seen = model.register_forward_hook(look)
-    try:
-        yield found
-    finally:
-        seen.remove()
-        for key, owner, name in list(_attributes(model)):
-            if key not in kept:
-                del owner[name]
-        for owner, name, value in kept.values():
-            value.restore(owner, name)
 
 
 def _know_outputs(model: nn.Module, args: Any, output: Any) -> None:

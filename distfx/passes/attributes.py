@@ -1,0 +1,102 @@
+"""The plain attributes of a model: a graph has fixed them, and ``forward`` may change what is no buffer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Numbers", "attributes_kept", "changed_numbers", "numbers_of"]
+
+_PLAIN = (int, float, bool, str)
+Numbers = dict[str, tuple[dict[str, Any], str, Any]]
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The plain attributes of a model's modules: what each is called, and where it lies."""
+    for path, module in model.named_modules():
+        for name in list(vars(module)):
+            if name != "training" and not name.startswith("_"):
+                yield f"{path}.{name}" if path else name, vars(module), name
+
+
+def numbers_of(model: nn.Module) -> Numbers:
+    """Those that a graph may have fixed: where each lies, and its value."""
+    every = ((key, owner, name, owner[name]) for key, owner, name in _attributes(model))
+    return {key: (owner, name, value) for key, owner, name, value in every if type(value) in _PLAIN}
+
+
+def changed_numbers(numbers: Numbers) -> dict[str, str]:
+    """Those that have another value by now, with both."""
+    return {
+        key: f"{old!r}, now {new!r}"
+        for key, (owner, name, old) in numbers.items()
+        if (new := owner.get(name)) is not old and new != old
+    }
+
+
+@dataclass
+class _Kept:
+    """An attribute of a module as it was: the object, and what was in it."""
+
+    value: Any
+    version: int | None
+    content: Any
+
+    @classmethod
+    def of(cls, value: Any) -> _Kept:
+        if isinstance(value, torch.Tensor) and not value.is_inference():  # which counts no changes
+            return cls(value, value._version, value.detach().clone())
+        return cls(value, None, copy.copy(value) if type(value) in (list, dict, set) else None)
+
+    def is_same(self, now: Any) -> bool:
+        if now is not self.value:  # numbers may be made anew
+            return type(now) in _PLAIN and type(now) is type(self.value) and bool(now == self.value)
+        if self.version is not None:
+            return bool(now._version == self.version)
+        return self.content is None or _things(now) == _things(self.content)
+
+    def restore(self, owner: dict[str, Any], name: str) -> None:
+        same, owner[name] = self.is_same(owner.get(name)), self.value
+        if not same and self.version is not None:
+            with torch.no_grad():
+                self.value.copy_(self.content)
+        elif not same and self.content is not None:
+            self.value.clear()
+            self.value.extend(self.content) if isinstance(self.value, list) else self.value.update(self.content)
+
+
+def _things(container: Any) -> list[int]:
+    """What a list, dict or set holds: the very objects, which may not compare."""
+    held = [id(each) for each in container]
+    if isinstance(container, dict):
+        return held + [id(each) for each in container.values()]
+    return held if isinstance(container, list) else sorted(held)  # a copy of a set may have another order
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[list[str]]:
+    """Counters and the like that ``forward`` changes are as they were in the end; gives their names then."""
+    kept = {key: (owner, name, _Kept.of(owner[name])) for key, owner, name in _attributes(model)}
+    found: list[str] = []
+
+    def look(*_: Any) -> None:
+        now = {key: owner[name] for key, owner, name in _attributes(model)}
+        changed = [key for key, value in now.items() if key not in kept or not kept[key][2].is_same(value)]
+        found.extend(key for key in changed if key not in found)
+
+    seen = model.register_forward_hook(look)
+    try:
+        yield found
+    finally:
+        seen.remove()
+        for key, owner, name in list(_attributes(model)):
+            if key not in kept:
+                del owner[name]
+        for owner, name, value in kept.values():
+            value.restore(owner, name)
