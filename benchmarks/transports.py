@@ -94,7 +94,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.rank:
         sys.exit(launch(options.blocks))
-    from distfx.runtime.launch import init
+    from distfx.runtime.comm.launch import init
 
     init(backend="mpi", timeout=60)
     medians = measure(options.blocks)

@@ -14,12 +14,12 @@ from distfx.errors import (
     RankMismatchError,
 )
 from distfx.grid import Grid
-from distfx.layout import Layout
-from distfx.ledger import Ledger, record_comm
+from distfx.ir.layout import Layout
 from distfx.loss import with_loss
 from distfx.module import ParallelModule
-from distfx.plan import Plan, PlanRow
-from distfx.runtime.launch import init
+from distfx.report.ledger import Ledger, record_comm
+from distfx.report.plan import Plan, PlanRow
+from distfx.runtime.comm.launch import init
 
 __version__ = "0.1.0"
 __all__ = [

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from distfx.engine import Engine
+from distfx.engine.engine import Engine
 from distfx.errors import DistfxError
 from distfx.grid import Grid, GridLike
 from distfx.module import ParallelModule
 from distfx.passes.bind import bind, check_batch, match_inputs
-from distfx.passes.capture import capture
-from distfx.passes.compile import compile_capture
-from distfx.passes.planner import ALGORITHMS, Pins
-from distfx.plan import Plan
-from distfx.predict import gradient_buckets, plan_of
-from distfx.runtime.agree import together
+from distfx.passes.capture.export import capture
+from distfx.passes.pipeline import compile_capture
+from distfx.passes.plan import ALGORITHMS, Pins
+from distfx.report.plan import Plan
+from distfx.report.predict import gradient_buckets, plan_of
+from distfx.runtime.comm.agreement import together
 
 __all__ = ["explain", "parallelize", "plan"]
 

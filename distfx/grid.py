@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distfx.errors import DistfxError
-from distfx.layout import Coords, is_channel_axis
-from distfx.runtime.agree import agree, together
-from distfx.runtime.failure import During
-from distfx.runtime.gloo import let_others_first
-from distfx.runtime.launch import init
+from distfx.ir.layout import Coords, is_channel_axis
+from distfx.runtime.comm.agreement import agree, together
+from distfx.runtime.comm.failure import During
+from distfx.runtime.comm.gloo import let_others_first
+from distfx.runtime.comm.launch import init
 
 __all__ = ["Grid", "GridLike", "Segment", "forget"]
 

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from distfx.engine import NOT_YET, Engine
+from distfx.engine.engine import NOT_YET, Engine
 from distfx.errors import DistfxError
 from distfx.grid import Grid
-from distfx.layout import Layout
+from distfx.ir.layout import Layout
+from distfx.ir.symbolic import evaluate_shape
 from distfx.passes.bind import bind, numbered_layout
-from distfx.passes.capture import Mode, without_modes
-from distfx.passes.compile import Compiled, PassRecord
-from distfx.passes.readable import readable
-from distfx.plan import Plan
-from distfx.predict import gradient_buckets, plan_of
-from distfx.runtime.parameters import BeforeBackward, Gradients, distribute
-from distfx.symbolic import evaluate_shape
+from distfx.passes.capture.export import Mode, without_modes
+from distfx.passes.pipeline import Compiled, PassRecord
+from distfx.report.plan import Plan
+from distfx.report.predict import gradient_buckets, plan_of
+from distfx.report.readable import readable
+from distfx.runtime.autograd.parameters import BeforeBackward, Gradients, distribute
 
 __all__ = ["ParallelModule"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distfx.passes import rules
-from distfx.passes.rows import pointwise
+from distfx.rules import pointwise
+from distfx.rules import registry as rules
 
 HEADER = """# Operators
 

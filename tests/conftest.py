@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-from tests import captures, ranks
+from support import captures, ranks
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,14 +19,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from distfx.errors import DistfxError, SizeError
-from distfx.layout import Coords, Layout, Split, Window
-from distfx.moves import Exchange, Move, Slice
-from distfx.ops import LocalPart, LocalSize
-from distfx.passes.capture import InputSpec
-from distfx.passes.nodes import describe
-from distfx.passes.rule import Sized
+from distfx.ir.layout import Coords, Layout, Split, Window
+from distfx.ir.moves import Exchange, Move, Slice
+from distfx.ir.nodes import describe
+from distfx.ir.ops import LocalPart, LocalSize
+from distfx.ir.symbolic import evaluate, evaluate_number, evaluate_shape, show
+from distfx.passes.capture.export import InputSpec
 from distfx.passes.verify import verify
-from distfx.symbolic import evaluate, evaluate_number, evaluate_shape, show
+from distfx.rules.row import Sized
 
 if TYPE_CHECKING:
     from distfx.grid import Grid

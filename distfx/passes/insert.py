@@ -12,12 +12,12 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from distfx import ops
-from distfx.layout import DIM_NAMES, Layout
-from distfx.moves import AllGather, Move
-from distfx.passes.planner import Decision, Decisions, follow_layout, project, storage_layout
-from distfx.passes.route import Border, route
-from distfx.passes.rules import aten, spec_of
+from distfx.ir import ops
+from distfx.ir.layout import DIM_NAMES, Layout
+from distfx.ir.moves import AllGather, Move
+from distfx.ir.route import Border, route
+from distfx.passes.plan import Decision, Decisions, follow_layout, project, storage_layout
+from distfx.rules.registry import aten, spec_of
 
 __all__ = ["insert_moves", "split_bias"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from distfx import ops
-from distfx.passes.nodes import arguments, aten
+from distfx.ir import ops
+from distfx.ir.nodes import arguments, aten
 
 __all__ = ["ELEMENTWISE", "split_loss"]
 

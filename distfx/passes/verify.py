@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
 
-from distfx.layout import Layout
-from distfx.moves import Move
-from distfx.passes.nodes import aten
-from distfx.passes.writes import written_whole
+from distfx.ir.layout import Layout
+from distfx.ir.moves import Move
+from distfx.ir.nodes import aten
+from distfx.passes.capture.mutation import written_whole
 
 __all__ = ["CHECKS", "verify"]
 

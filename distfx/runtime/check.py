@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from distfx.errors import NonFiniteError
 from distfx.grid import Grid
-from distfx.moves import BoundMove
-from distfx.runtime.agree import compare_values, host_group
-from distfx.runtime.failure import During
+from distfx.ir.moves import BoundMove
+from distfx.runtime.comm.agreement import compare_values, host_group
+from distfx.runtime.comm.failure import During
 
 __all__ = ["Checked"]
 

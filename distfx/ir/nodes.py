@@ -1,0 +1,36 @@
+"""Small questions about nodes of a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from distfx.ir.ops import Nth
+
+__all__ = ["arguments", "aten", "describe", "operator_of"]
+
+aten = torch.ops.aten
+
+
+def operator_of(node: Node) -> Any:
+    """The operator that a call runs, also where it keeps one of several results."""
+    return node.target.op if isinstance(node.target, Nth) else node.target
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an ATen call by name, defaults filled in."""
+    target = operator_of(node)
+    assert isinstance(target, torch._ops.OpOverload)
+    schema = target._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+
+def describe(node: Node) -> str:
+    """A node as its user knows it: operator, module path, source line."""
+    path, source = node.meta.get("path"), node.meta.get("source")
+    where = f" in {path}" if path else ""
+    line = f" ({source[0]}:{source[1]}: {source[2]})" if source else ""
+    return f"{node.name}{where}{line}"

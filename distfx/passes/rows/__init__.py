@@ -1,1 +1,0 @@
-"""The rows of the rule table, by kind of operator."""

@@ -1,0 +1,1 @@
+"""Strategies and their costs."""

@@ -1,0 +1,107 @@
+"""Resampling: nearest, linear and cubic interpolation, by size or by factor.
+
+Output position o reads around the input position ``(mul*o + offset) / div`` of integers: for a ratio r = in/out
+that is ``o*r`` (nearest), ``(o + 1/2) r - 1/2`` (linear, cubic) or ``o (in-1)/(out-1)`` (corners aligned).
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from torch.fx import Node
+
+from distfx.ir import ops
+from distfx.ir.layout import Window
+from distfx.ir.nodes import arguments
+from distfx.ir.ops import LocalSize, LocalStart
+from distfx.ir.symbolic import Size, maximum
+from distfx.rules.row import Call, Row, Site, Spec, aten, dims_spec, unchanged
+
+__all__ = ["RESAMPLE", "ROWS"]
+
+_KINDS = {
+    "nearest": (0, 0),
+    "nearest-exact": (0, 0),
+    "linear": (0, 1),
+    "cubic": (1, 2),
+}
+"""Of each kind: how many positions before and after the one it falls on are read."""
+
+
+def _kind(node: Node) -> str:
+    name = str(node.target)
+    if "nearest_exact" in name:
+        return "nearest-exact"
+    return "nearest" if "nearest" in name else "cubic" if "cubic" in name else "linear"
+
+
+def _ratio(scale: float | None, before: Size, after: Size) -> tuple[Size, Size]:
+    """Input positions for each output position, as a fraction."""
+    if scale is None:
+        return before, after
+    exact = Fraction(1 / scale).limit_denominator(10**6)
+    return exact.numerator, exact.denominator
+
+
+def _windows(node: Node) -> list[Window]:
+    a = arguments(node)
+    x: Any = node.args[0]
+    rank = len(node.meta["shape"]) - 2
+    scales = a.get("scale_factors") or [None] * rank
+    first, last = _KINDS[_kind(node)]
+    result = []
+    for i in range(rank):
+        before, after = x.meta["shape"][2 + i], node.meta["shape"][2 + i]
+        mul, div = _ratio(scales[i], before, after)
+        offset: Size = 0
+        if a.get("align_corners"):
+            mul, div = before - 1, maximum(after - 1, 1)
+        elif _kind(node) != "nearest":
+            mul, div, offset = 2 * mul, 2 * div, mul - div
+        # one more on each side: positions are computed in floating point
+        result.append(Window(lo=(first + 1) * div - offset, hi=offset - mul + (last + 2) * div, mul=mul, div=div))
+    return result
+
+
+def _resample_spec(row: Row, node: Node) -> Spec | None:
+    x: Any = node.args[0]
+    every = list(range(len(node.meta["shape"])))
+    return dims_spec(row, node, [(x, every)], every, {(0, 2 + i): w for i, w in enumerate(_windows(node))})
+
+
+def _local_resample(site: Site) -> Call:
+    node = site.node
+    split = [bool(site.axes.get(f"d{i}")) for i in range(2, len(node.meta["shape"]))]
+    if not any(split):
+        return unchanged(site)
+    a = arguments(node)
+    words = {
+        "kind": _kind(node),
+        "align": bool(a.get("align_corners")),
+        "scales": list(a.get("scale_factors") or [None] * len(split)),
+        "extent": list(site.spec.operands[0][0].meta["shape"][2:]),
+        "result": list(node.meta["shape"][2:]),
+        "first": [[w.lo, w.mul, w.div] if cut else None for w, cut in zip(_windows(node), split, strict=True)],
+        "start": site.blocks(LocalStart),
+        "size": site.blocks(LocalSize),
+    }
+    return ops.resample, (site.args[0],), words
+
+
+RESAMPLE = Row(
+    "resample", "n c [s]... -> n c s...", _local_resample, build=_resample_spec, cost="space: the rows that blocks read"
+)
+
+ROWS: dict[Any, Row] = {
+    aten.upsample_nearest1d.vec: RESAMPLE,
+    aten.upsample_nearest2d.vec: RESAMPLE,
+    aten.upsample_nearest3d.vec: RESAMPLE,
+    aten._upsample_nearest_exact1d.vec: RESAMPLE,
+    aten._upsample_nearest_exact2d.vec: RESAMPLE,
+    aten._upsample_nearest_exact3d.vec: RESAMPLE,
+    aten.upsample_linear1d.vec: RESAMPLE,
+    aten.upsample_bilinear2d.vec: RESAMPLE,
+    aten.upsample_trilinear3d.vec: RESAMPLE,
+    aten.upsample_bicubic2d.vec: RESAMPLE,
+}

@@ -1,0 +1,1 @@
+"""Moves and parameter gradients as autograd functions."""

@@ -1,0 +1,1 @@
+"""Communication: transports, launchers, process groups, agreement between ranks, failure reports."""

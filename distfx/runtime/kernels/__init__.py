@@ -1,0 +1,1 @@
+"""Kernels on local tensors: convolution with halo, norms, pooling, reductions, resampling, random numbers."""

@@ -1,0 +1,210 @@
+"""The verifier: a good graph passes, and each way to break one is noticed by the check that guards against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from distfx.grid import Grid
+from distfx.ir import ops
+from distfx.ir.layout import Layout
+from distfx.passes import pipeline as compile_module
+from distfx.passes import verify as module_under_test
+from distfx.passes.bind import bind
+from distfx.passes.capture.export import capture
+from distfx.passes.pipeline import Compiled, compile_capture
+from distfx.passes.verify import CHECKS, verify
+
+Breaker = Callable[[GraphModule], Any]
+
+
+def captured() -> GraphModule:
+    return compiled().capture.module
+
+
+def planned() -> GraphModule:
+    """As the plan leaves it, before moves are inserted."""
+    graphs: list[GraphModule] = []
+    with patch.object(
+        compile_module, "verify", lambda module, after: graphs.append(module) if after == "plan" else None
+    ):
+        compiled()
+    return graphs[0]
+
+
+def bound() -> GraphModule:
+    made = compiled()
+    return bind(made.module, dict(made.capture.hints), Grid.abstract(n=2, c=2, h=2)).module
+
+
+def compiled(outputs: str = "global", pins: dict[str, str] | None = None) -> Compiled:
+    """A network with halos, gathers, scatters, sums and slices."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    )
+    captured = capture(model, (torch.randn(4, 3, 16, 16),), training=True, batch=4)
+    return compile_capture(captured, {"n": 2, "c": 2, "h": 2}, pins or {"3": "stationary-x"}, outputs)
+
+
+def find(module: GraphModule, target: Any) -> Node:
+    return next(node for node in module.graph.nodes if node.target is target)
+
+
+@pytest.mark.parametrize("outputs", ["global", "local"])
+@pytest.mark.parametrize("pin", ["stationary-x", "stationary-y", "replicated", "auto"])
+def test_good_graphs_pass(outputs: str, pin: str) -> None:
+    verify(compiled(outputs, {"3": pin}).module, "localise")
+
+
+def no_layout(module: GraphModule) -> None:
+    del find(module, ops.halo).meta["layout"]
+
+
+def layout_of_no_kind(module: GraphModule) -> None:
+    find(module, ops.halo).meta["layout"] = "N/n C H/h W"
+
+
+def other_rank(module: GraphModule) -> None:
+    node = find(module, torch.ops.aten.relu.default)
+    node.meta["layout"] = replace(node.meta["layout"], dims=node.meta["layout"].dims[:-1], names=())
+
+
+def halo_without_window(module: GraphModule) -> None:
+    node = find(module, ops.halo)
+    node.meta["layout"] = node.meta["layout"].settled()
+
+
+def scatter_that_leaves_a_sum(module: GraphModule) -> None:
+    node = find(module, ops.reduce_scatter)
+    node.meta["layout"] = node.args[0].meta["layout"]
+
+
+def halo_left_out(module: GraphModule) -> None:
+    node = find(module, ops.halo)
+    node.replace_all_uses_with(node.all_input_nodes[0])
+
+
+def operand_laid_out_otherwise(module: GraphModule) -> None:
+    conv = find(module, torch.ops.aten.convolution.default)
+    weight = conv.all_input_nodes[1]
+    weight.meta["layout"] = Layout.replicated(4)
+
+
+def another_operand(module: GraphModule) -> None:
+    relu = find(module, torch.ops.aten.relu.default)
+    relu.args = (*relu.args, find(module, ops.halo))
+
+
+def an_operand_too_few(module: GraphModule) -> None:
+    conv = find(module, torch.ops.aten.convolution.default)
+    assert isinstance(conv.args[2], Node)
+    conv.args = (*conv.args[:2], None, *conv.args[3:])
+
+
+def sum_left_open(module: GraphModule) -> None:
+    node = find(module, ops.reduce_scatter)
+    node.replace_all_uses_with(node.all_input_nodes[0])
+
+
+def sum_returned(module: GraphModule) -> None:
+    module.graph.output_node().args = ((find(module, ops.reduce_scatter).args[0],),)
+
+
+def no_shape(module: GraphModule) -> None:
+    del find(module, torch.ops.aten.relu.default).meta["shape"]
+
+
+def written_in_place(module: GraphModule) -> None:
+    find(module, torch.ops.aten.relu.default).target = torch.ops.aten.relu_.default
+
+
+def undecided(module: GraphModule) -> None:
+    del find(module, torch.ops.aten.relu.default).meta["decision"]
+
+
+def decided_for_another(module: GraphModule) -> None:
+    relu = find(module, torch.ops.aten.relu.default)
+    relu.args = (find(module, torch.ops.aten.convolution.default),)
+
+
+def part_of_another_size(module: GraphModule) -> None:
+    node = find(module, ops.reduce_scatter)
+    node.meta["local"] = (*node.meta["local"][:-1], 1)
+
+
+BROKEN: list[tuple[Breaker, str, str]] = [
+    (no_shape, "_has_shape", "has no shape"),
+    (written_in_place, "_is_functional", "writes into a tensor"),
+    (undecided, "_is_decided", "has no decision"),
+    (decided_for_another, "_is_decided", "which it does not read"),
+    (part_of_another_size, "_parts_fit", "but this rank's part is"),
+    (no_layout, "_has_layout", "has no layout"),
+    (layout_of_no_kind, "_has_layout", "has no layout"),
+    (other_rank, "_rank_fits", "but shape"),
+    (halo_without_window, "_move_is_typed", "halo"),
+    (scatter_that_leaves_a_sum, "_move_is_typed", "reduce_scatter"),
+    (halo_left_out, "_operands_are_as_needed", "needs"),
+    (operand_laid_out_otherwise, "_operands_are_as_needed", "needs"),
+    (another_operand, "_operands_are_as_needed", "but was planned for"),
+    (an_operand_too_few, "_operands_are_as_needed", "needs"),
+    (sum_left_open, "_no_stray_sums", "partial sum"),
+    (sum_returned, "_no_stray_sums", "uses the partial sum"),
+]
+
+
+@pytest.mark.parametrize(("break_it", "check", "words"), BROKEN, ids=[b.__name__ for b, _, _ in BROKEN])
+def test_broken_graphs_are_noticed(break_it: Breaker, check: str, words: str) -> None:
+    after = next(name for name, checks in CHECKS.items() if check in {each.__name__ for each in checks})
+    module = {"capture": captured, "plan": planned, "bind": bound}.get(after, lambda: compiled().module)()
+    verify(module, after)
+    break_it(module)
+    with pytest.raises(AssertionError, match=f"after pass {after}: "):
+        verify(module, after)
+    complaints = []
+    for node in module.graph.nodes:
+        try:
+            complaints.append(getattr(module_under_test, check)(node))
+        except (AttributeError, KeyError):
+            continue  # checks lean on those before them
+    assert any(complaint and words in complaint for complaint in complaints), complaints
+
+
+def test_every_check_is_tried() -> None:
+    assert {check.__name__ for checks in CHECKS.values() for check in checks} == {name for _, name, _ in BROKEN}
+
+
+def test_the_graph_itself_is_checked() -> None:
+    module = compiled().module
+    relu = find(module, torch.ops.aten.relu.default)
+    relu.prev.append(relu)
+    first = next(iter(module.graph.nodes))
+    first.prepend(relu)  # now it comes before its operand
+    with pytest.raises(RuntimeError):
+        verify(module, "localise")
+
+
+def test_a_complaint_names_the_node() -> None:
+    module = compiled().module
+    halo_left_out(module)
+    with pytest.raises(AssertionError, match=r"convolution.*needs halo in .*/h\{a-1:b\+1\}"):
+        verify(module, "localise")
+
+
+def test_passes_are_recorded() -> None:
+    records = compiled().passes
+    assert [record.name for record in records] == ["plan", "insert", "localise"]
+    assert records[1].changed > 0 and all(record.seconds >= 0 and record.nodes > 0 for record in records)
+    assert "insert: " in str(records[1])
