@@ -19,6 +19,7 @@ from distfx.loss import with_loss
 from distfx.module import ParallelModule
 from distfx.report.ledger import Ledger, record_comm
 from distfx.report.plan import Plan, PlanRow
+from distfx.runtime.comm import groups as _groups  # noqa: F401  (connects grids with processes)
 from distfx.runtime.comm.launch import init
 
 __version__ = "0.1.0"

@@ -13,13 +13,12 @@ from distfx.engine.engine import Engine
 from distfx.errors import DistfxError
 from distfx.grid import Grid, GridLike
 from distfx.module import ParallelModule
-from distfx.passes.bind import bind, check_batch, match_inputs
 from distfx.passes.capture.export import capture
-from distfx.passes.pipeline import compile_capture
-from distfx.passes.plan import ALGORITHMS, Pins
+from distfx.passes.inputs import check_batch, match_inputs
+from distfx.passes.pipeline import Options, compile_graph, plan_at
+from distfx.planner.decisions import ALGORITHMS, Pins
 from distfx.report.plan import Plan
-from distfx.report.predict import gradient_buckets, plan_of
-from distfx.runtime.comm.agreement import together
+from distfx.runtime.comm.agreement import raise_on_all_ranks
 
 __all__ = ["explain", "parallelize", "plan"]
 
@@ -71,9 +70,10 @@ def parallelize(
         example = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
         return _pins(strategy), None if example is None else tuple(example), _statistics(batch_norm)
 
-    pins, example, statistics = together(place.size, options)
+    pins, example, statistics = raise_on_all_ranks(place.size, options)
     place = _factored(place, pins)
-    return ParallelModule(Engine(model, place, example, pins, outputs, strict, check, statistics))
+    settings = Options(place.axes, pins, outputs, statistics)
+    return ParallelModule(Engine(model, place, example, settings, strict, check))
 
 
 def plan(
@@ -107,22 +107,21 @@ def plan(
         for each in given
     )
     captured = capture(model, examples, training=model.training, batch=max(2, 2 * place.axes.get("n", 1)))
-    compiled = compile_capture(captured, place.axes, pins, outputs, statistics=_statistics(batch_norm))
+    compiled = compile_graph(captured, Options(place.axes, pins, outputs, _statistics(batch_norm)))
     shapes = [tuple(e.shape) for e in examples]
     values = match_inputs(captured.inputs, shapes, [e.dtype for e in examples])
     check_batch(captured.inputs, shapes, place.axes.get("n", 1))
-    bound = bind(compiled.module, values, place)
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    return plan_of(compiled, bound, place, {}, trained, gradient_buckets(bound, trained, place))
+    return plan_at(compiled, place, values, trained)
 
 
 def explain(net: ParallelModule) -> str:
-    """What was done and what it costs: the plan as a table, the passes, and what runs whole for want of a rule."""
+    """The plan as a table, the operators that fall back to replicated execution, and what each pass did."""
     plan_now = net.plan
     lines = [str(plan_now)]
-    if whole := [row for row in plan_now.rows if row.whole]:
-        lines.append(f"{len(whole)} operators run whole on every rank, for want of a rule that applies:")
-        lines += [f"  {row.node} {f'[{row.path}]' if row.path else ''} {row.source}" for row in whole]
+    if fallbacks := [row for row in plan_now.rows if row.fallback]:
+        lines.append(f"{len(fallbacks)} operators fall back to replicated execution because no rule applies:")
+        lines += [f"  {row.node} {f'[{row.path}]' if row.path else ''} {row.source}" for row in fallbacks]
     lines.append("passes: " + "; ".join(str(record) for record in net.passes))
     return "\n".join(lines)
 

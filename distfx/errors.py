@@ -16,12 +16,12 @@ __all__ = [
     "NonFiniteError",
     "RankMismatchError",
     "SizeError",
-    "say",
+    "log_to_stderr",
     "warn",
 ]
 
 
-def say(text: str) -> None:
+def log_to_stderr(text: str) -> None:
     """Tell the user something on stderr, in one write: lines of several ranks must not mix."""
     sys.stderr.write(f"distfx: {text}\n")
     sys.stderr.flush()

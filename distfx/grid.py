@@ -7,31 +7,29 @@ Grid(n=2, c=2, h=2)
 {'n': 1, 'c': 0, 'h': 1}
 >>> grid.at(5).members(("n", "h"))
 (0, 1, 4, 5)
+
+A grid is a plain value: axes, their sizes, and the rank from which it is seen. Everything that needs processes (joining
+the other ranks, meshes, process groups) goes through :class:`Processes`, which :mod:`distfx.runtime.comm.groups`
+implements.
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distfx.errors import DistfxError
-from distfx.ir.layout import Coords, is_channel_axis
-from distfx.runtime.comm.agreement import agree, together
-from distfx.runtime.comm.failure import During
-from distfx.runtime.comm.gloo import let_others_first
-from distfx.runtime.comm.launch import init
+from distfx.ir.layout import Coords
 
-__all__ = ["Grid", "GridLike", "Segment", "forget"]
+__all__ = ["Grid", "GridLike", "Processes", "Segment", "connect"]
 
 AXES = ("n", "c", "d", "h", "w")
 """The axes in mesh order, the slowest varying first: samples, channels and filters, then space."""
@@ -61,29 +59,45 @@ class Segment:
         return tuple(ordered.index(member) for member in self.members)
 
 
-_groups: dict[frozenset[int], Any] = {}
-_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
-_world: Any = None
-"""The process group of all ranks that these are parts of."""
+class Processes(Protocol):
+    """What a grid asks of the runtime."""
+
+    def start(self, read_sizes: Callable[[], dict[str, int]]) -> tuple[dict[str, int], int, int, str]:
+        """Join the other ranks and agree on the sizes that ``read_sizes`` returns.
+
+        Returns the sizes, this rank, the number of ranks, and the type of device they compute on. If ``read_sizes``
+        raises on one rank, this raises on all.
+        """
+
+    def adopt_mesh(self, grid: Grid, mesh: DeviceMesh) -> None:
+        """Use the caller's mesh for all grids with these axes."""
+
+    def mesh(self, grid: Grid) -> DeviceMesh:
+        """The mesh of the grid's axes."""
+
+    def parameter_mesh(self, grid: Grid) -> DeviceMesh:
+        """The mesh of the grid's channel axes."""
+
+    def group(self, grid: Grid, axes: tuple[str, ...]) -> tuple[Any, bool]:
+        """The process group of this rank's segment along ``axes``, and whether NCCL carries its GPU tensors."""
+
+    def device(self, device_type: str) -> torch.device:
+        """The device of this rank."""
 
 
-def forget() -> None:
-    """Drop every cached mesh and process group: to be called before the process group is destroyed."""
-    global _world
-    _groups.clear()
-    _meshes.clear()
-    _world = None
+_processes: Processes | None = None
 
 
-def _remember() -> None:
-    """Use the caches for the present process group: a program may destroy one and make another."""
-    global _world
-    if _world is not dist.group.WORLD:
-        forget()
-        _world = dist.group.WORLD
+def connect(processes: Processes) -> None:
+    """Let grids use these processes. Called once, when the runtime is imported."""
+    global _processes
+    _processes = processes
 
 
-atexit.register(forget)  # gloo may crash when a process group outlives the interpreter
+def _runtime() -> Processes:
+    if _processes is None:
+        raise DistfxError("this grid needs processes, but the runtime is not loaded: import distfx")
+    return _processes
 
 
 class Grid:
@@ -103,20 +117,17 @@ class Grid:
     ) -> None:
         self._start(lambda: _sizes(n, c, d, h, w))
 
-    def _start(self, read: Callable[[], dict[str, int]]) -> None:
-        """Become the grid of these sizes on all ranks; a mistake on one of them is raised on all."""
-        launch = init()
-        sizes = together(launch.world, read)
-        agree(launch.world, "grids", _text(sizes))
-        self._setup(_infer(sizes, launch.world), launch.rank, launch.device.type)
-        self._check_world(launch.world)
+    def _start(self, read_sizes: Callable[[], dict[str, int]]) -> None:
+        """Become the grid of these sizes on all ranks."""
+        sizes, rank, world, device_type = _runtime().start(read_sizes)
+        self._setup(_infer(sizes, world), rank, device_type)
+        self._check_world(world)
 
     def _setup(self, axes: dict[str, int], rank: int, device_type: str | None) -> None:
         self._axes = axes
         self._rank = rank
         self._device_type = device_type
-        self._given: DeviceMesh | None = None
-        """The user's own mesh, if it has axes of size one: others have another for the same axes."""
+        self._own_mesh: DeviceMesh | None = None
 
     def _check_world(self, world: int) -> None:
         if self.size != world:
@@ -182,11 +193,10 @@ class Grid:
     def _of_mesh(cls, mesh: DeviceMesh) -> Grid:
         grid = cls._started(lambda: _mesh_sizes(mesh))
         grid._device_type = mesh.device_type
-        _remember()
-        if min(mesh.mesh.shape) == 1:
-            grid._given = mesh
+        if min(mesh.mesh.shape) == 1:  # has dims that are not axes of the grid, so no other grid may use it
+            grid._own_mesh = mesh
         else:
-            _meshes[grid._key()] = mesh
+            _runtime().adopt_mesh(grid, mesh)
         return grid
 
     def factor(self, first: int) -> Grid:
@@ -231,9 +241,7 @@ class Grid:
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        if self.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(self.device_type, torch.cuda.current_device())
+        return torch.device("cpu") if self.device_type == "cpu" else _runtime().device(self.device_type)
 
     @property
     def coords(self) -> dict[str, int]:
@@ -276,76 +284,33 @@ class Grid:
 
     # -- its processes
 
-    def _key(self) -> tuple[str, tuple[tuple[str, int], ...]]:
-        return self.device_type, tuple(self.axes.items())
-
     @property
     def mesh(self) -> DeviceMesh:
-        """The ``DeviceMesh`` of the axes larger than one; made once for each shape."""
+        """The ``DeviceMesh`` of the axes larger than one. Made once for each shape."""
         if self.is_abstract:
             raise DistfxError(f"{self} is abstract: it has no processes and no mesh")
-        if self._given is not None:
-            return self._given
-        _remember()
-        key = self._key()
-        if key not in _meshes:
-            axes = self.axes or {"n": 1}
-            ranks = torch.arange(self.size).reshape(tuple(axes.values()))
-            _meshes[key] = DeviceMesh(self.device_type, ranks, mesh_dim_names=tuple(axes))
-        return _meshes[key]
+        return self._own_mesh or _runtime().mesh(self)
 
     @property
     def parameter_mesh(self) -> DeviceMesh:
         """The ``DeviceMesh`` of the parameters: this rank's part of :attr:`mesh` along the channel axes, which split
-        them; without any, all ranks in one dim.
+        them. A grid without channel axes has all its ranks in one dim.
 
         DTensor weighs every combination of placements over the dims of a mesh, for each operator of an optimizer and
-        each shape: on four dims that takes a second for each parameter, on five a quarter of a minute.
+        each shape. On four dims that takes a second for each parameter, on five 15 seconds.
         """
-        split = tuple(axis for axis in self.axes if is_channel_axis(axis))
-        if len(self.axes) < 2 or len(split) == len(self.axes):
-            return self.mesh
-        _remember()
-        key = (*self._key(), "parameters")
-        if key not in _meshes:
-            world = self.segment(tuple(self.axes)).group
-            row = torch.arange(self.size)
-            _meshes[key] = (
-                self.mesh[split]
-                if split
-                else DeviceMesh.from_group(world, self.device_type, row, mesh_dim_names=("".join(self.axes),))
-            )
-        return _meshes[key]
+        return _runtime().parameter_mesh(self)
 
     def segment(self, axes: tuple[str, ...]) -> Segment:
         """This rank's segment along ``axes``. All ranks must ask for the same axes in the same order."""
         members = self.members(axes)
         if self.is_abstract or len(members) == 1:
             return Segment(axes, members, members.index(self._rank))
-        group = self._group(axes)
-        nccl = "cuda:nccl" in dist.get_backend_config(group)
+        group, nccl = _runtime().group(self, axes)
         return Segment(axes, members, members.index(self._rank), group, nccl)
 
-    def _group(self, axes: tuple[str, ...]) -> Any:
-        """The process group of a segment: one for each rank set, whatever axes lead to it, warmed by one collective."""
-        mine = frozenset(self.members(axes))
-        _remember()
-        if mine not in _groups:
-            with During(f"making the process groups along {','.join(axes)}"):
-                made: Any
-                if len(axes) == 1:
-                    made = self.mesh.get_group(axes[0])
-                elif self.size == len(mine):
-                    made = dist.group.WORLD
-                else:
-                    made = dist.new_subgroups_by_enumeration([sorted(ranks) for ranks in self._partition(axes)])[0]
-                dist.all_reduce(torch.zeros(1, device=self.device_type), group=made)
-                let_others_first()
-            _groups[mine] = made
-        return _groups[mine]
-
-    def _partition(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-        """Every segment along ``axes``, the same list on every rank."""
+    def partition(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+        """The members of every segment along ``axes``, the same list on every rank."""
         seen: set[int] = set()
         for rank in range(self.size):
             if rank not in seen:
@@ -402,7 +367,8 @@ def _sizes(n: int = 1, c: int | tuple[int, int] = 1, d: int = 1, h: int = 1, w: 
     return flat
 
 
-def _text(sizes: Mapping[str, int]) -> str:
+def show_sizes(sizes: Mapping[str, int]) -> str:
+    """Sizes as the call that makes the grid."""
     return f"Grid({', '.join(f'{axis}={size}' for axis, size in sizes.items() if size != 1)})"
 
 

@@ -13,20 +13,22 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from distfx.engine.calls import Call, input_layout
 from distfx.engine.engine import NOT_YET, Engine
+from distfx.engine.parameters import ParameterStore
 from distfx.errors import DistfxError
 from distfx.grid import Grid
 from distfx.ir.layout import Layout
+from distfx.ir.meta import meta
 from distfx.ir.symbolic import evaluate_shape
-from distfx.passes.bind import bind, numbered_layout
-from distfx.passes.capture.export import Mode, without_modes
-from distfx.passes.pipeline import Compiled, PassRecord
+from distfx.passes.bind import evaluate_layout
+from distfx.passes.capture.export import Mode
+from distfx.passes.pipeline import BIND, COMPILE, Compiled, PassRecord, bind_graph, plan_at
 from distfx.report.plan import Plan
-from distfx.report.predict import gradient_buckets, plan_of
 from distfx.report.readable import readable
-from distfx.runtime.autograd.parameters import BeforeBackward, Gradients, distribute
+from distfx.runtime.autograd.parameters import BeforeBackward, Gradients
 
 __all__ = ["ParallelModule"]
 
@@ -43,63 +45,57 @@ def _quiet_redistribution() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _own(result: Any) -> Any:
-    """An output that its user may write into: not one that a move passed through, which is a view of another."""
-    passed = isinstance(result, Tensor) and result._is_view() and type(result.grad_fn).__name__ == "_WholeBackward"
-    return result.clone() if passed else result
-
-
-def _take_hooks(value: nn.Parameter, shard: nn.Parameter) -> None:
-    """What the model's parameter does when its gradient comes, its shard does."""
-    if value.requires_grad:
-        for hook in (value._backward_hooks or {}).values():
-            shard.register_hook(hook)
-        for hook in (value._post_accumulate_grad_hooks or {}).values():
-            shard.register_post_accumulate_grad_hook(hook)
+def _detach_alias(result: Any) -> Any:
+    """Clone an output that aliases an internal tensor, so that callers may modify it in place."""
+    alias = isinstance(result, Tensor) and result._is_view() and type(result.grad_fn).__name__ == "_WholeBackward"
+    return result.clone() if alias else result
 
 
 _FIXED = (
-    "{} is an attribute of the model, which its graph has fixed: a new value would have no effect. Set it before "
-    "parallelize; or make what changes during training a buffer, or an argument of forward that is a tensor."
+    "{} is an attribute of the model, and the captured graph uses the value it had at capture time: a new value would "
+    "have no effect. Set it before parallelize, or make a value that changes during training a buffer or a tensor "
+    "argument of forward."
 )
 
 
-def _fixed(module: nn.Module) -> frozenset[str]:
-    """What the graph has of a module of the model: its plain attributes, its layers, and how it computes."""
+def _fixed_names(module: nn.Module) -> frozenset[str]:
+    """What the graph has fixed of a module: its plain attributes, its submodules, and ``forward``."""
     plain = (name for name in vars(module) if name != "training" and not name.startswith("_"))
     return frozenset((*plain, *module._modules, "forward"))
 
 
 class _Shell(nn.Module):
-    """Holds the parameters of a module of the model, which it stands for, and its mode; the graph computes.
+    """Stands for a module of the model: it holds the parameters and the mode, while the graph computes.
 
-    It is a plain module in all that it does: what the module's type has made of these methods is left aside.
+    It behaves as a plain ``nn.Module``, even where the type of the model's module overrides these methods.
     """
 
     _engine: Engine
+    _store: ParameterStore
     _path: str
-    """Of the module in the model."""
+    """The path of the module in the model."""
+    _has_state: bool
+    """Whether the module has parameters or buffers, here or in a submodule."""
     _fixed: frozenset[str]
 
-    def _stand_for(self, path: str, module: nn.Module, engine: Engine) -> None:
-        self.__dict__ |= {"_engine": engine, "_path": path}
-        self._awaits = any(True for _ in (*module.parameters(), *module.buffers()))
-        """Whether it has parameters or buffers, once there are any."""
-        self.__dict__["_fixed"] = _fixed(module)  # the last: from now on
+    def _stand_for(self, path: str, module: nn.Module, engine: Engine, store: ParameterStore) -> None:
+        has_state = any(True for _ in (*module.parameters(), *module.buffers()))
+        self.__dict__ |= {"_engine": engine, "_store": store, "_path": path, "_has_state": has_state}
+        self.__dict__["_fixed"] = _fixed_names(module)  # last: from here on __setattr__ refuses these names
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_fixed", ()):
-            raise DistfxError(_FIXED.format(self._named(name)))
-        held = name in self.__dict__.get("_parameters", ()) or name in self.__dict__.get("_buffers", ())
-        if held and not isinstance(value, DTensor):
+            raise DistfxError(_FIXED.format(self._full_name(name)))
+        is_state = name in self.__dict__.get("_parameters", ()) or name in self.__dict__.get("_buffers", ())
+        if is_state and not isinstance(value, DTensor):
             raise DistfxError(
-                f"{self._named(name)} is a DTensor, of which each rank has its part: write into it (copy_), or load it "
-                "whole by net.load_state_dict(..., strict=False)"
+                f"{self._full_name(name)} is a DTensor, of which each rank has its part: write into it (copy_), or "
+                "load a whole tensor with net.load_state_dict(..., strict=False)"
             )
         nn.Module.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Plain attributes are the model's: ``net.fc.out_features``."""
+        """Read plain attributes from the model: ``net.fc.out_features``."""
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
@@ -109,35 +105,35 @@ class _Shell(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         if name in self._fixed or name in self._parameters or name in self._buffers:
-            raise DistfxError(_FIXED.format(self._named(name)))
+            raise DistfxError(_FIXED.format(self._full_name(name)))
         nn.Module.__delattr__(self, name)
 
-    def _named(self, name: str) -> str:
+    def _full_name(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
 
-    def _check_made(self) -> None:
-        """Before the first call of a model whose input is not known there are no parameters: not even none."""
-        if self._awaits and not self._engine.adopted:
+    def _check_filled(self) -> None:
+        """Raise if parameters do not exist yet, instead of returning an empty list."""
+        if self._has_state and not self._store.is_filled:
             raise DistfxError(NOT_YET)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._engine.adopted:  # before the first call there is nothing to clear
+        if self._store.is_filled:  # before the first call there is nothing to clear
             nn.Module.zero_grad(self, set_to_none)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        self._check_made()
+        self._check_filled()
         return nn.Module.named_parameters(self, *args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        self._check_made()
+        self._check_filled()
         return nn.Module.named_buffers(self, *args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_made()
+        self._check_filled()
         return nn.Module.state_dict(self, *args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_made()
+        self._check_filled()
         return nn.Module._apply(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -145,18 +141,18 @@ class _Shell(nn.Module):
 
 
 class Part(_Shell):
-    """Stands for a module inside of the model. It never runs by itself."""
+    """Stands for a submodule of the model. It cannot be called."""
 
     @classmethod
-    def of(cls, path: str, module: nn.Module, engine: Engine) -> Part:
-        """A part that is an instance of the module's type, too: programs look for ``nn.BatchNorm2d``."""
+    def of(cls, path: str, module: nn.Module, engine: Engine, store: ParameterStore) -> Part:
+        """A part that is also an instance of the module's type, because programs look for ``nn.BatchNorm2d``."""
         kind: Any = type(module)
-        mixed = _part_type(kind)
-        made: Part = mixed.__new__(mixed)
-        nn.Module.__init__(made)
-        made.__dict__ |= {"_kind": kind.__name__, "_shown": module.extra_repr()}
-        made._stand_for(path, module, engine)
-        return made
+        part_type = _part_type(kind)
+        part: Part = part_type.__new__(part_type)
+        nn.Module.__init__(part)
+        part.__dict__ |= {"_type_name": kind.__name__, "_extra_repr": module.extra_repr()}
+        part._stand_for(path, module, engine, store)
+        return part
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         copied = type(self).__new__(type(self))
@@ -168,16 +164,16 @@ class Part(_Shell):
         return nn.Module.__repr__(self)
 
     def _get_name(self) -> str:
-        return str(self.__dict__["_kind"])
+        return str(self.__dict__["_type_name"])
 
     def extra_repr(self) -> str:
-        return str(self.__dict__["_shown"])
+        return str(self.__dict__["_extra_repr"])
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise DistfxError(
-            f"{self._path} ({self._get_name()}) is a part of a parallel module, whose graph runs as a whole: it cannot "
-            "be called, and hooks on it would never run. Put hooks on the whole, or on its parameters; have the model "
-            "return what is to be looked at."
+            f"{self._path} ({self._get_name()}) is part of a parallel module, whose graph runs as a whole: it cannot "
+            "be called, and hooks on it would never run. Put hooks on the parallel module or on parameters, and let "
+            "the model return the activations you want to see."
         )
 
     train = nn.Module.train
@@ -197,58 +193,53 @@ def _part_type(kind: Any) -> Any:
         return Part
 
 
+def _check_index(what: str, index: int, count: int) -> None:
+    if not -count <= index < count:
+        raise DistfxError(f"the model has {count} tensor {what}{'s' * (count != 1)}, so there is no {what} {index}")
+
+
 class ParallelModule(_Shell):
     """A model distributed over a grid: the same call, the same numbers. Made by :func:`distfx.parallelize`."""
 
-    _engine: Engine
-    _slots: dict[str, tuple[dict[str, Any], str]]
-    """Where each parameter, buffer and constant lies: ``.to()`` and optimizers may replace them."""
-
     _mirrors: tuple[nn.Module, ...]
-    """For each module of the model, in the order of ``model.modules()``, the one here that stands for it."""
+    """For each module of the model, in the order of ``model.modules()``, the module here that stands for it."""
 
-    _aliases: dict[str, list[str]]
-    """For each name all names of the same tensor."""
-
-    _copied = False
-    """Whether it is a copy of what ``parallelize`` made: not all ranks need make as many."""
+    _is_copy = False
+    """Whether it was copied from what ``parallelize`` made. Ranks may have made different numbers of copies."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self._slots = {}
-        self._aliases = {}
-        self._stand_for("", engine.model, engine)
+        self._stand_for("", engine.model, engine, ParameterStore(engine.grid, engine.layouts))
         self._mirror(engine.model)
-        compiled = engine.compile_together(self._mode)
-        if compiled is not None:
-            self._adopt(compiled)
+        if engine.compile_on_all_ranks(self._mode) is not None:
+            self._store.fill(engine.model, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        """Without gradients, as torch copies a model; it would copy those of DTensors, but cannot parts of buckets."""
-        held = {name: parameter.grad for name, parameter in self.named_parameters()}
+        """Copy without gradients: these are views of buckets, which DTensor cannot copy."""
+        gradients = {name: parameter.grad for name, parameter in self.named_parameters()}
         copied = self.__new__(type(self))
         memo[id(self)] = copied
         try:
             self.zero_grad()
-            copied.__dict__.update(copy.deepcopy(self.__dict__, memo) | {"_copied": True})
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo) | {"_is_copy": True})
         finally:
             for name, parameter in self.named_parameters():
-                parameter.grad = held[name]
+                parameter.grad = gradients[name]
         return copied
 
     # --------------------------------------------------------------------------------------------------- modes
 
     def _mirror(self, model: nn.Module) -> None:
-        """A module for each of the model's, of the same name and mode; parameters and buffers come later."""
-        made: dict[nn.Module, nn.Module] = {model: self}
+        """Make a part for each module of the model, with the same name and mode and no parameters yet."""
+        parts: dict[nn.Module, nn.Module] = {model: self}
         for path, module in model.named_modules(remove_duplicate=False):
             if path:
                 owner, _, leaf = path.rpartition(".")
-                parent = made[model.get_submodule(owner)]
-                if module not in made:
-                    made[module] = Part.of(path, module, self._engine)
-                parent._modules[leaf] = made[module]
-        self._mirrors = tuple(made[module] for module in model.modules())
+                parent = parts[model.get_submodule(owner)]
+                if module not in parts:
+                    parts[module] = Part.of(path, module, self._engine, self._store)
+                parent._modules[leaf] = parts[module]
+        self._mirrors = tuple(parts[module] for module in model.modules())
         Mode.of(model).set(self._mirrors)
 
     @property
@@ -256,7 +247,7 @@ class ParallelModule(_Shell):
         return Mode(tuple(module.training for module in self._mirrors))
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """As the model's own ``train`` does it: one that keeps a part frozen does so here."""
+        """As the model's own ``train``, which may keep a part frozen."""
         model = self._engine.model
         with Mode.of(model).on(model):
             model.train(mode)
@@ -264,80 +255,23 @@ class ParallelModule(_Shell):
         now.set(self._mirrors)
         return self
 
-    # ---------------------------------------------------------------------------------------------- parameters
-
-    def _adopt(self, compiled: Compiled | None) -> dict[str, Any]:
-        """Make every parameter and buffer of the model a DTensor shard of rank 0's, under its own name; once.
-
-        Gives what there is; with ``None`` nothing is made.
-        """
-        if compiled is not None:
-            with without_modes():
-                self._make_shards(compiled)
-        return {name: owner[leaf] for name, (owner, leaf) in self._slots.items()}
-
-    def _make_shards(self, compiled: Compiled) -> None:
-        if not self._slots:
-            model, grid = self._engine.model, self.grid
-            made: dict[int, Any] = {}
-            persistent = set(model.state_dict(keep_vars=True))
-            parameters = model.named_parameters(remove_duplicate=False)
-            entries = [*parameters, *model.named_buffers(remove_duplicate=False)]
-            names: dict[int, list[str]] = {}
-            for name, value in entries:
-                self._aliases[name] = names.setdefault(id(value), [])
-                names[id(value)].append(name)
-            for name, value in entries:
-                if id(value) not in made:
-                    shard: Any = distribute(value, self._layout(name, value), grid, broadcast=True)
-                    if isinstance(value, nn.Parameter):
-                        shard = nn.Parameter(shard, requires_grad=value.requires_grad)
-                        _take_hooks(value, shard)
-                    made[id(value)] = shard
-                self._register(name, made[id(value)], persistent=name in persistent)
-            layouts = {name: self._layout(name, value) for name, value in entries}
-            self._engine.adopted = layouts
-        constants = [n for n in compiled.module.graph.find_nodes(op="get_attr") if str(n.target) not in self._slots]
-        for node in constants:  # made in forward, and no part of the state
-            name = str(node.target)
-            value = compiled.capture.module.get_buffer(name)
-            own = {name: distribute(value, self._layout(name, value), self.grid, broadcast=False)}
-            self._slots[name] = (own, name)
-
-    def _layout(self, name: str, value: Tensor) -> Layout:
-        """How a parameter is stored: as the first graph that was made decided."""
-        stored = self._engine.stored
-        known = [alias for alias in self._aliases.get(name, [name]) if alias in stored]
-        return stored[known[0]] if known else Layout.replicated(value.dim())
-
-    def _register(self, name: str, value: Any, *, persistent: bool) -> None:
-        """Put a tensor where the original model has it, so that names and state dict keys are the same."""
-        *path, leaf = name.split(".")
-        owner: Any = self
-        for part in path:  # not by attribute: a layer may be called ``plan``
-            owner = owner._modules[part]
-        store: dict[str, Any] = owner._parameters if isinstance(value, nn.Parameter) else owner._buffers
-        store[leaf] = value
-        if not isinstance(value, nn.Parameter) and not persistent:
-            owner._non_persistent_buffers_set.add(leaf)
-        self._slots[name] = (store, leaf)
-
     # --------------------------------------------------------------------------------------------------- calls
 
-    @torch.compiler.disable  # it is compiled already
+    @torch.compiler.disable  # the graph is compiled already
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own: plain tensors are global, the same on all ranks; DTensors are sharded already."""
-        args, kwargs = self._engine.arguments(args, kwargs)
+        """As the model's own. Plain tensors are global, the same on all ranks; DTensors are sharded already."""
+        engine = self._engine
+        args, kwargs = engine.bind_arguments(args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        engine, who = self._engine, ", a copy of it" if self._copied else ""
-        compiled, runnable, held, inputs = engine.prepare(self._mode, args, kwargs, tensors, self._adopt, who)
-        gradients = Gradients(held, runnable.buckets, engine.draw_seed(compiled))
-        results = [_own(result) for result in runnable.run(gradients, *inputs)]
-        wanted = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
-        before = BeforeBackward(held.values() if wanted else ())
-        for result in wanted:
+        prepared = engine.prepare(Call(self._mode, args, kwargs, tensors, self._is_copy), self._store, self)
+        seed = engine.draw_seed(prepared.compiled)
+        gradients = Gradients(prepared.parameters, prepared.runnable.buckets, seed)
+        results = [_detach_alias(result) for result in prepared.runnable.run(gradients, *prepared.inputs)]
+        with_gradient = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
+        before = BeforeBackward(prepared.parameters.values() if with_gradient else ())
+        for result in with_gradient:
             result.register_hook(before)
-        return pytree.tree_unflatten(results, compiled.capture.out_spec)
+        return pytree.tree_unflatten(results, prepared.compiled.capture.out_spec)
 
     # ---------------------------------------------------------------------------------------------- inspection
 
@@ -349,57 +283,98 @@ class ParallelModule(_Shell):
     @property
     def graph_module(self) -> GraphModule:
         """The rewritten graph of the present mode, for every shape: ``node.meta["layout"]``, ``node.meta["shape"]``."""
-        return self._engine.present(self._mode).module
+        return self._compiled.module
+
+    @property
+    def graphs(self) -> list[GraphModule]:
+        """All rewritten graphs of the present mode: more than one if the model branches on sizes or constants."""
+        return [compiled.module for compiled in self._engine.modes[self._mode].graphs]
 
     @property
     def passes(self) -> list[PassRecord]:
-        """What each pass of the compiler did."""
-        return self._engine.present(self._mode).passes
+        """What each pass of the compiler did: those of the graph, then those of the last call's shape."""
+        last_call = self._engine.modes[self._mode].last_call
+        return [*self._compiled.passes, *(last_call.passes if last_call is not None else ())]
 
-    def print_readable(self, print_output: bool = True) -> str:
-        """Print the rewritten graph with layouts, algorithms and the source lines of the model; returns the text."""
-        name = type(self._engine.model).__name__
-        text = readable(self.graph_module, f"{name} on {self.grid}, {'train' if self.training else 'eval'}:")
+    @property
+    def _compiled(self) -> Compiled:
+        return self._engine.inspect(self._mode)
+
+    def graph_after(self, name: str) -> GraphModule:
+        """The graph of the present mode after the pass ``name``, for example ``"insert"`` or ``"fuse"``.
+
+        Passes from ``"bind"`` on show the shape of the last call, or of the example before the first call. Nothing is
+        communicated.
+        """
+        compile_names, bind_names = ([each.name for each in passes] for passes in (COMPILE, BIND))
+        if name == "capture":
+            return self._compiled.capture.module
+        if name in compile_names:
+            return self._compiled.after(name)
+        if name not in bind_names:
+            raise DistfxError(
+                f"no pass is called {name!r}: they are capture, {', '.join((*compile_names, *bind_names))}"
+            )
+        last_call = self._engine.modes[self._mode].last_call
+        if last_call is None:
+            last_call = bind_graph(self._compiled, self._abstract_grid, self._compiled.capture.hints, self._trained)
+        return last_call.after(name)
+
+    def print_readable(self, print_output: bool = True, after: str | None = None) -> str:
+        """Print the rewritten graph with layouts, algorithms and the source lines of the model; returns the text.
+
+        ``after`` shows the graph as one pass left it; see :meth:`graph_after`.
+        """
+        module = self.graph_module if after is None else self.graph_after(after)
+        title = f"{type(self._engine.model).__name__} on {self.grid}, {'train' if self.training else 'eval'}"
+        text = readable(module, f"{title}:" if after is None else f"{title}, after {after}:")
         if print_output:
             print(text)
         return text
 
     @property
     def plan(self) -> Plan:
-        """The plan of the present mode: at the shape of the last call, or of the example before the first."""
-        engine = self._engine
-        compiled = engine.present(mode := self._mode)
-        if mode in engine.last:
-            return engine.last[mode]
-        place = self.grid.at(self.grid.rank)
-        bound = bind(compiled.module, dict(compiled.capture.hints), place)
-        trained = {name: parameter.requires_grad for name, parameter in engine.model.named_parameters()}
-        return plan_of(compiled, bound, place, {}, trained, gradient_buckets(bound, trained, place))
+        """The plan of the present mode: at the shape of the last call, or of the example before the first call."""
+        compiled, last_call = self._compiled, self._engine.modes[self._mode].last_call
+        if last_call is not None and last_call.plan is not None:
+            return last_call.plan
+        return plan_at(compiled, self._abstract_grid, compiled.capture.hints, self._trained)
+
+    @property
+    def _abstract_grid(self) -> Grid:
+        return self.grid.at(self.grid.rank)
+
+    @property
+    def _trained(self) -> dict[str, bool]:
+        return {name: parameter.requires_grad for name, parameter in self._engine.model.named_parameters()}
 
     def input_slices(self, index: int, shape: Sequence[int]) -> tuple[slice, ...]:
         """This rank's part of the ``index``-th input of global ``shape``: for h5py, zarr, numpy."""
-        compiled = self._engine.present(self._mode)
-        layout = self._engine.input_layout(compiled, compiled.capture.inputs[index].name)
-        return self._slices(layout, shape)
+        compiled = self._compiled
+        _check_index("input", index, len(compiled.capture.inputs))
+        return self._slices(input_layout(compiled, compiled.capture.inputs[index].name), shape)
 
     def output_slices(self, index: int, shape: Sequence[int]) -> tuple[slice, ...]:
-        """This rank's part of the ``index``-th output of global ``shape``: all of it, but with ``outputs="local"``."""
+        """This rank's part of the ``index``-th output of global ``shape``: all of it unless ``outputs="local"``."""
         results: Any = self.graph_module.graph.output_node().args[0]
-        meta = results[index].meta
-        layout: Layout = meta["layout"]
+        _check_index("output", index, len(results))
+        output: Node = results[index]
+        layout = meta(output).layout
         if not all(isinstance(split.unit, int) for split in layout.dims):  # whole rows of an image, in a flat vector
             sizes = dict(self.plan.sizes)
-            values = {symbol: sizes[str(symbol)] for symbol in self._engine.present(self._mode).capture.hints}
-            known = evaluate_shape(meta["shape"], values)
+            values = {symbol: sizes[str(symbol)] for symbol in self._compiled.capture.hints}
+            known = evaluate_shape(meta(output).shape, values)
             if known != tuple(shape):
                 raise DistfxError(
-                    f"which part of output {index} a rank has follows from the input: call the model with one that "
-                    f"gives {tuple(shape)} first (that of the last call gives {known})"
+                    f"the part of output {index} that a rank has depends on the input: call the model with an input "
+                    f"that gives {tuple(shape)} first (the last call gave {known})"
                 )
-            layout = numbered_layout(layout, values)
+            layout = evaluate_layout(layout, values)
         return self._slices(layout, shape)
 
     def _slices(self, layout: Layout, shape: Sequence[int]) -> tuple[slice, ...]:
+        if len(shape) != len(layout.dims):
+            raise DistfxError(f"shape {tuple(shape)} has {len(shape)} dims, but the tensor has {len(layout.dims)}")
         bounds = layout.bounds(tuple(shape), self.grid.placement())
         return tuple(slice(int(lo), int(hi)) for lo, hi in bounds)
 
@@ -407,16 +382,16 @@ class ParallelModule(_Shell):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state dict with whole plain tensors: what the original model loads. All ranks must call it."""
-        self._engine.present(self._mode)
-        self._engine.agree_on_call("full_state_dict")
+        self._engine.inspect(self._mode)
+        self._engine.agree_on("full_state_dict")
         with _quiet_redistribution():
             return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in self.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load DTensors of any grid, or whole plain tensors, under the original model's keys."""
-        self._engine.present(self._mode)
+        self._engine.inspect(self._mode)
         kinds = {type(value).__name__ for value in state_dict.values()}
-        self._engine.agree_on_call(f"load_state_dict of {', '.join(sorted(kinds))}")
+        self._engine.agree_on(f"load_state_dict of {', '.join(sorted(kinds))}")
         own = self.state_dict()
         ready: dict[str, Any] = {}
         for name, value in state_dict.items():
@@ -424,15 +399,12 @@ class ParallelModule(_Shell):
             if isinstance(mine, DTensor) and isinstance(value, Tensor) and mine.shape == value.shape:
                 if isinstance(value, DTensor):
                     same = value.placements == mine.placements and value.device_mesh == mine.device_mesh
-                    ready[name] = value if same else self._own_part(name, value.full_tensor(), mine)
+                    ready[name] = value if same else self._store.shard(name, value.full_tensor().to(mine.dtype))
                 else:
-                    ready[name] = self._own_part(name, value, mine)
+                    ready[name] = self._store.shard(name, value.to(mine.dtype))
             else:
                 ready[name] = value
         return super().load_state_dict(ready, strict=strict, assign=assign)
 
-    def _own_part(self, name: str, whole: Tensor, mine: DTensor) -> DTensor:
-        return distribute(whole.to(mine.dtype), self._layout(name, mine), self.grid, broadcast=False)
-
     def extra_repr(self) -> str:
-        return f"{type(self._engine.model).__name__} on {self.grid}, outputs={self._engine.outputs!r}"
+        return f"{type(self._engine.model).__name__} on {self.grid}, outputs={self._engine.options.outputs!r}"

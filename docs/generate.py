@@ -22,11 +22,11 @@ not have (`pick_class`) are parts into which losses and writes are taken.
 def table() -> str:
     """The page."""
     targets: dict[str, list[str]] = {}
-    found: dict[str, rules.Row] = {}
+    found: dict[str, rules.Rule] = {}
     found[pointwise.POINTWISE.name] = pointwise.POINTWISE
     for target, entry in rules.TABLE.items():
         name = getattr(target, "__name__", str(target)).removesuffix(".default")
-        for row in entry.rows if isinstance(entry, rules.Choice) else (entry,):
+        for row in entry.rules if isinstance(entry, rules.RuleChoice) else (entry,):
             found.setdefault(row.name, row)
             names = targets.setdefault(row.name, [])
             names += [name] if name not in names else []

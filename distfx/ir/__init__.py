@@ -1,1 +1,1 @@
-"""Intermediate representation: symbolic sizes, layouts, moves, the exchange, inserted operators, typed node metadata. Imports nothing else of distfx."""
+"""Intermediate representation: symbolic sizes, layouts, moves, the exchange, inserted operators, node metadata."""

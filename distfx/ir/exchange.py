@@ -5,9 +5,9 @@ of the convolution's window, for a gather everything, for reflect padding the mi
 another interval. Needed minus owned is fetched from whoever owns it. There are no neighbours here: a halo wider than
 a shard reaches over several ranks, an empty shard owns nothing and is asked for nothing.
 
-:func:`schedule` is pure: from owned and needed it makes this rank's :class:`Schedule`, a list of copies, sends and
-receives along the dim. The runtime executes it forward, and backward with every arrow turned and copies turned into
-sums, which is its adjoint.
+:func:`make_schedule` is pure: from what each member owns and needs it makes this rank's :class:`ExchangeSchedule`, a
+list of copies, sends and receives along the dim. Forward, the runtime executes it as it is. Backward, it executes the
+adjoint: every message goes the other way, and copies become sums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PAD_MODES", "Message", "Schedule", "schedule", "source_positions"]
+__all__ = ["PAD_MODES", "ExchangeSchedule", "Message", "make_schedule", "source_positions"]
 
 Interval = tuple[int, int]
 Positions = npt.NDArray[np.int64]
@@ -44,7 +44,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ExchangeSchedule:
     """One rank's part of an exchange along one dim. Peers are members of the segment, by position in it.
 
     ``keep`` pairs what it copies from its own shard with where that goes; ``send`` are positions in its own shard;
@@ -79,10 +79,10 @@ class Schedule:
         return sum(message.length for _, message in self.receive)
 
 
-def schedule(owned: Sequence[Interval], needed: Sequence[Positions], me: int) -> Schedule:
+def make_schedule(owned: Sequence[Interval], needed: Sequence[Positions], me: int) -> ExchangeSchedule:
     """This member's schedule, where member ``r`` owns ``owned[r]`` and needs ``needed[r]`` (``FILL``: padding).
 
-    >>> plan = schedule([(0, 4), (4, 8)], [np.arange(0, 5), np.arange(3, 8)], me=0)
+    >>> plan = make_schedule([(0, 4), (4, 8)], [np.arange(0, 5), np.arange(3, 8)], me=0)
     >>> [(peer, message.runs) for peer, message in plan.send], [(peer, m.runs) for peer, m in plan.receive]
     ([(1, ((3, 1),))], [(1, ((4, 1),))])
     """
@@ -109,7 +109,7 @@ def schedule(owned: Sequence[Interval], needed: Sequence[Positions], me: int) ->
     parts = [(owned[0][0] + i * (hi - lo), owned[0][0] + (i + 1) * (hi - lo)) for i in range(len(owned))]
     whole = np.arange(parts[0][0], parts[-1][1])
     even = hi > lo and list(owned) == parts and all(np.array_equal(each, whole) for each in needed)
-    result = Schedule(hi - lo, len(mine), keep, tuple(send), tuple(receive), fill, even)
+    result = ExchangeSchedule(hi - lo, len(mine), keep, tuple(send), tuple(receive), fill, even)
     assert kept.size + sum(m.length for _, m in receive) + fill.length == len(mine), "a needed position has no owner"
     return result
 

@@ -151,7 +151,7 @@ class Split:
         return text + (f"{{{self.window}}}" if self.window else "")
 
 
-WHOLE = Split()
+UNSPLIT = Split()
 _DIM = re.compile(r"([A-Za-z]\w*|\d+)(?:/(\w+|\([\w,]+\)))?(?:\[([^\]]+)\])?(?:\{([^}]*)\})?")
 _STATE = re.compile(r"(sum|each)\(([\w,]+)\)")
 
@@ -174,7 +174,7 @@ class Layout:
     @classmethod
     def replicated(cls, rank: int, names: Sequence[str] = ()) -> Layout:
         """A tensor of ``rank`` dims that is whole on every rank."""
-        return cls((WHOLE,) * rank, names=tuple(names))
+        return cls((UNSPLIT,) * rank, names=tuple(names))
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -221,8 +221,8 @@ class Layout:
     def with_names(self, names: Iterable[str]) -> Layout:
         return replace(self, names=tuple(names))
 
-    def settled(self) -> Layout:
-        """The layout of the values alone: no halo, and no word on how they are used."""
+    def storage(self) -> Layout:
+        """The layout without halos and without the varying state: how the values are stored."""
         return replace(self, dims=tuple(replace(s, window=None) for s in self.dims), varying=frozenset())
 
     def bounds(self, shape: Sequence[Size], coords: Coords) -> tuple[tuple[Size, Size], ...]:

@@ -25,15 +25,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from distfx.ir.exchange import Schedule, schedule, source_positions
-from distfx.ir.layout import Layout, Split, Window
+from distfx.ir import volumes
+from distfx.ir.exchange import ExchangeSchedule, make_schedule, source_positions
+from distfx.ir.layout import Coords, Layout, Split, Window
 from distfx.ir.symbolic import Size
-from distfx.report import ledger
-
-if TYPE_CHECKING:
-    from distfx.grid import Grid
 
 __all__ = [
     "AllGather",
@@ -41,21 +38,36 @@ __all__ = [
     "AllToAll",
     "BoundMove",
     "Exchange",
-    "Fan",
-    "Half",
-    "Mask",
     "Move",
     "ReduceScatter",
     "Slice",
+    "ToReplicated",
+    "ToVarying",
+    "Transfer",
 ]
 
 Shape = tuple[int, ...]
+
+
+class RankView(Protocol):
+    """What a move asks of the grid: coordinates and segments, seen from one rank."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def coords(self) -> dict[str, int]: ...
+
+    def placement(self, rank: int | None = None) -> Coords: ...
+
+    def members(self, axes: tuple[str, ...]) -> tuple[int, ...]: ...
+
 
 # ---------------------------------------------------------------------------------------------------- halves
 
 
 @dataclass(frozen=True)
-class Half:
+class Transfer:
     """One direction of a move on one rank: from a local tensor of shape ``before`` to one of shape ``after``."""
 
     axes: tuple[str, ...]
@@ -77,19 +89,19 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Nothing(Half):
+class Identity(Transfer):
     """The tensor stays as it is."""
 
 
 @dataclass(frozen=True)
-class Masked(Half):
+class FirstRankOnly(Transfer):
     """The tensor stays as it is on the first rank of the segment and becomes zero on the others."""
 
     keep: bool
 
 
 @dataclass(frozen=True)
-class Take(Half):
+class Narrow(Transfer):
     """The part that starts at ``lo`` along ``dim``."""
 
     dim: int
@@ -97,7 +109,7 @@ class Take(Half):
 
 
 @dataclass(frozen=True)
-class Put(Half):
+class ZeroPad(Transfer):
     """Zeros, but for the tensor itself that starts at ``lo`` along ``dim``."""
 
     dim: int
@@ -105,25 +117,25 @@ class Put(Half):
 
 
 @dataclass(frozen=True)
-class Reduce(Half):
+class Reduce(Transfer):
     """The sum over the segment."""
 
     ranks: int
 
     def sent_bytes(self, itemsize: int) -> int:
-        return ledger.allreduce_bytes(math.prod(self.before) * itemsize, self.ranks)
+        return volumes.allreduce_bytes(math.prod(self.before) * itemsize, self.ranks)
 
     @property
     def messages(self) -> int:
-        return ledger.allreduce_messages(self.ranks)
+        return volumes.allreduce_messages(self.ranks)
 
 
 @dataclass(frozen=True)
-class Along(Half):
+class DimExchange(Transfer):
     """A schedule along ``dim``; turned round (``adjoint``) every arrow points the other way and copies are sums."""
 
     dim: int
-    schedule: Schedule
+    schedule: ExchangeSchedule
     adjoint: bool
     fill: float = 0.0
 
@@ -141,7 +153,7 @@ class Along(Half):
 
 
 @dataclass(frozen=True)
-class Transpose(Half):
+class Transpose(Transfer):
     """All-to-all: ``gather_dim`` becomes whole, ``split_dim`` is cut; member r owns the r-th of the cuts."""
 
     gather_dim: int
@@ -169,8 +181,8 @@ class BoundMove:
     """A move for one rank and one shape."""
 
     name: str
-    forward: Half
-    backward: Half
+    forward: Transfer
+    backward: Transfer
 
 
 def _length(interval: tuple[int, int]) -> int:
@@ -195,7 +207,7 @@ class Move:
         """The layout that ``layout`` becomes."""
         raise NotImplementedError
 
-    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: Grid) -> BoundMove:
+    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         """The two halves, for a tensor of global ``shape`` in ``layout`` whose part here has shape ``local``."""
         raise NotImplementedError
 
@@ -219,7 +231,7 @@ class _Along(Move):
     def arguments(self) -> dict[str, Any]:
         return {"dim": self.dim, **super().arguments()}
 
-    def _bounds(self, split: Split, extent: int, grid: Grid) -> list[tuple[int, int]]:
+    def _bounds(self, split: Split, extent: int, grid: RankView) -> list[tuple[int, int]]:
         """What each member of the segment owns of the dim."""
         bounds = (split.bounds(extent, grid.placement(rank)) for rank in grid.members(self.axes))
         return [(int(lo), int(hi)) for lo, hi in bounds]
@@ -231,10 +243,10 @@ class _Along(Move):
         target: Split,
         target_extent: int,
         local: Shape,
-        grid: Grid,
+        grid: RankView,
         mode: str = "constant",
         fill: float = 0.0,
-    ) -> tuple[Along, Along]:
+    ) -> tuple[DimExchange, DimExchange]:
         """The exchange from ``source`` to ``target`` of a tensor with part ``local``, and the same turned round."""
         owned = self._bounds(source, extent, grid)
         blocks = self._bounds(target, target_extent, grid)
@@ -243,12 +255,12 @@ class _Along(Move):
         for block in blocks:
             lo, hi = window.need(*block)
             needed.append(source_positions(int(lo), int(hi), extent, mode))
-        plan = schedule(owned, needed, grid.members(self.axes).index(grid.rank))
+        plan = make_schedule(owned, needed, grid.members(self.axes).index(grid.rank))
         after = _resized(local, self.dim, plan.length)
         before = _resized(local, self.dim, plan.owned)
         return (
-            Along(self.axes, before, after, self.dim, plan, False, fill),
-            Along(self.axes, after, before, self.dim, plan, True),
+            DimExchange(self.axes, before, after, self.dim, plan, False, fill),
+            DimExchange(self.axes, after, before, self.dim, plan, True),
         )
 
     def _minor(self, split: Split) -> Split:
@@ -275,14 +287,14 @@ class AllGather(_Along):
     def result(self, layout: Layout) -> Layout:
         return _with_state(layout.with_dim(self.dim, self._minor(layout.dims[self.dim])), self.axes, self.to)
 
-    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: Grid) -> BoundMove:
+    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         split, extent = replace(layout.dims[self.dim], window=None), shape[self.dim]
         gather, back = self._halves(split, extent, self._minor(split), extent, local, grid)
         if self.to == "varying":
             return BoundMove(self.name, gather, back)
         lo, _ = split.bounds(extent, grid.placement())
         start, _ = self._minor(split).bounds(extent, grid.placement())
-        return BoundMove(self.name, gather, Take(self.axes, gather.after, gather.before, self.dim, int(lo - start)))
+        return BoundMove(self.name, gather, Narrow(self.axes, gather.after, gather.before, self.dim, int(lo - start)))
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | ({"to": self.to} if self.to != "varying" else {})
@@ -299,7 +311,7 @@ class ReduceScatter(_Along):
         settled = replace(layout, partial=layout.partial - set(self.axes))
         return settled.with_dim(self.dim, self._cut(layout.dims[self.dim]))
 
-    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: Grid) -> BoundMove:
+    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         whole, extent = layout.dims[self.dim], shape[self.dim]
         split = self._cut(whole)
         lo, hi = split.bounds(extent, grid.placement())
@@ -317,9 +329,9 @@ class AllReduce(Move):
     def result(self, layout: Layout) -> Layout:
         return _with_state(replace(layout, partial=layout.partial - set(self.axes)), self.axes, self.to)
 
-    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: Grid) -> BoundMove:
+    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         half = Reduce(self.axes, local, local, len(grid.members(self.axes)))
-        return BoundMove(self.name, half, half if self.to == "varying" else Nothing(self.axes, local, local))
+        return BoundMove(self.name, half, half if self.to == "varying" else Identity(self.axes, local, local))
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | ({"to": self.to} if self.to != "replicated" else {})
@@ -340,15 +352,15 @@ class Slice(_Along):
         base = replace(layout, varying=layout.varying - set(self.axes))
         return base.with_dim(self.dim, self._cut(layout.dims[self.dim]))
 
-    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: Grid) -> BoundMove:
+    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         whole, extent = layout.dims[self.dim], shape[self.dim]
         split = self._cut(whole)
         lo, hi = split.bounds(extent, grid.placement())
         start, _ = whole.bounds(extent, grid.placement())
         part = _resized(local, self.dim, int(hi - lo))
-        take = Take(self.axes, local, part, self.dim, int(lo - start))
+        take = Narrow(self.axes, local, part, self.dim, int(lo - start))
         if self.of == "varying":
-            return BoundMove(self.name, take, Put(self.axes, part, local, self.dim, take.lo))
+            return BoundMove(self.name, take, ZeroPad(self.axes, part, local, self.dim, take.lo))
         gather, _ = self._halves(split, extent, whole, extent, part, grid)
         return BoundMove(self.name, take, gather)
 
@@ -373,7 +385,7 @@ class Exchange(_Along):
     def result(self, layout: Layout) -> Layout:
         return layout.with_dim(self.dim, self.target)
 
-    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: Grid) -> BoundMove:
+    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         assert isinstance(self.extent, int), "bind an exchange with a number for its extent"
         source = layout.dims[self.dim]
         halves = self._halves(
@@ -413,7 +425,7 @@ class AllToAll(Move):
         taken = freed.dims[self.split_dim]
         return freed.with_dim(self.split_dim, replace(taken, axes=taken.axes + self.axes))
 
-    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: Grid) -> BoundMove:
+    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         after = self.result(layout)
         members = grid.members(self.axes)
         me = members.index(grid.rank)
@@ -439,28 +451,28 @@ class AllToAll(Move):
 
 
 @dataclass(frozen=True)
-class Fan(Move):
+class ToVarying(Move):
     """From here on each rank uses the tensor its own way: its gradient is summed over ``axes``."""
 
-    name: ClassVar[str] = "fan"
+    name: ClassVar[str] = "to_varying"
 
     def result(self, layout: Layout) -> Layout:
         return replace(layout, varying=layout.varying | set(self.axes))
 
-    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: Grid) -> BoundMove:
+    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         ranks = len(grid.members(self.axes))
-        return BoundMove(self.name, Nothing(self.axes, local, local), Reduce(self.axes, local, local, ranks))
+        return BoundMove(self.name, Identity(self.axes, local, local), Reduce(self.axes, local, local, ranks))
 
 
 @dataclass(frozen=True)
-class Mask(Move):
+class ToReplicated(Move):
     """From here on all ranks along ``axes`` do the same with the tensor: only one of them gives the gradient."""
 
-    name: ClassVar[str] = "mask"
+    name: ClassVar[str] = "to_replicated"
 
     def result(self, layout: Layout) -> Layout:
         return replace(layout, varying=layout.varying - set(self.axes))
 
-    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: Grid) -> BoundMove:
+    def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         first = all(grid.coords[axis] == 0 for axis in self.axes)
-        return BoundMove(self.name, Nothing(self.axes, local, local), Masked(self.axes, local, local, first))
+        return BoundMove(self.name, Identity(self.axes, local, local), FirstRankOnly(self.axes, local, local, first))

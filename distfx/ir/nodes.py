@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from distfx.ir.ops import Nth
+from distfx.ir.meta import Meta, meta
+from distfx.ir.ops import OpOutput
 
-__all__ = ["arguments", "aten", "describe", "operator_of"]
+__all__ = ["arguments", "aten", "describe", "is_empty", "operator_of"]
 
 aten = torch.ops.aten
 
 
 def operator_of(node: Node) -> Any:
     """The operator that a call runs, also where it keeps one of several results."""
-    return node.target.op if isinstance(node.target, Nth) else node.target
+    return node.target.op if isinstance(node.target, OpOutput) else node.target
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -30,7 +32,17 @@ def arguments(node: Node) -> dict[str, Any]:
 
 def describe(node: Node) -> str:
     """A node as its user knows it: operator, module path, source line."""
-    path, source = node.meta.get("path"), node.meta.get("source")
+    path, source = Meta.path.get(node), Meta.source.get(node)
     where = f" in {path}" if path else ""
     line = f" ({source[0]}:{source[1]}: {source[2]})" if source else ""
     return f"{node.name}{where}{line}"
+
+
+def is_empty(node: Node) -> bool:
+    """Whether ATen may refuse a bound call because its result, or an operand that it sums over, is empty here."""
+    if not Meta.refuses_empty.get(node) or not Meta.local_shape.is_set(node):
+        return False
+    shapes = [meta(node).local_shape]
+    if meta(node).is_product:
+        shapes += [meta(operand).local_shape for operand in node.all_input_nodes]
+    return any(math.prod(shape) == 0 for shape in shapes)

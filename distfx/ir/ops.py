@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 from distfx.ir.layout import Coords, Split
 from distfx.ir.symbolic import Size, show
 
-__all__ = ["LocalPart", "LocalSize", "LocalStart", "Nth", "inserted", "on_device"]
+__all__ = ["LocalPart", "LocalSize", "LocalStart", "OpOutput", "inserted", "is_inserted", "on_device"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LocalPart:
 
 
 @dataclass(frozen=True)
-class Nth:
+class OpOutput:
     """One result of an operator that has several, as a call of its own: ``topk.0``. Linking shares the work."""
 
     op: Callable[..., Any]
@@ -99,12 +99,21 @@ def on_device(arguments: Any, device: torch.device | None = None) -> Any:
     return map_aggregate(arguments, replace)
 
 
+_SYMBOLIC: set[Callable[..., Any]] = set()
+
+
+def is_inserted(target: Any) -> bool:
+    """Whether ``target`` is one of the operators below, which have no kernel until they are linked."""
+    return target in _SYMBOLIC
+
+
 def _symbolic(name: str, doc: str) -> Callable[..., Any]:
     def op(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"distfx.{name} is symbolic: call the parallel module, which binds the graph to a shape")
 
     op.__name__ = op.__qualname__ = name
     op.__doc__ = doc
+    _SYMBOLIC.add(op)
     return op
 
 
@@ -115,8 +124,8 @@ reduce_scatter = _symbolic("reduce_scatter", "Add up partial sums and split a di
 all_reduce = _symbolic("all_reduce", "Add up partial sums.")
 slice = _symbolic("slice", "Take this rank's part.")
 all_to_all = _symbolic("all_to_all", "Split another dim.")
-fan = _symbolic("fan", "Use a replicated tensor in different ways: its gradient is summed.")
-mask = _symbolic("mask", "Use a tensor in the same way everywhere: its gradient counts once.")
+to_varying = _symbolic("to_varying", "Use a replicated tensor in different ways: its gradient is summed.")
+to_replicated = _symbolic("to_replicated", "Use a tensor in the same way everywhere: its gradient counts once.")
 refresh = _symbolic("refresh", "Make a buffer whole again of which each rank wrote its part.")
 add_bias = _symbolic("add_bias", "Add a bias along dim 1, once, after the sum over channels.")
 batch_norm = _symbolic("batch_norm", "Batch norm in training, with the statistics of the whole batch.")
@@ -137,6 +146,10 @@ pick_class = _symbolic("pick_class", "At each position the value of the class th
 class_weights = _symbolic("class_weights", "At each position the weight of its target's class; zero where ignored.")
 straight = _symbolic("straight", "The second operand's values with the first one's gradient: a write under no_grad.")
 mean = _symbolic("mean", "A sum divided by the global count: over a split dim a partial sum of the mean.")
+halo_convolution = _symbolic("halo_convolution", "A halo exchange and its convolution: the interior is computed first.")
+activate_in_place = _symbolic("activate_in_place", "An activation written over its operand, and its gradient likewise.")
+add_into = _symbolic("add_into", "A sum written over its first operand.")
+to_memory_format = _symbolic("to_memory_format", "The same tensor, stored channels last or channels first.")
 
 
 def inserted(name: str) -> Callable[..., Any]:

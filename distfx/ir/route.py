@@ -11,7 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distfx.ir.layout import Layout, Window
-from distfx.ir.moves import AllGather, AllReduce, AllToAll, Exchange, Fan, Mask, Move, ReduceScatter, Slice
+from distfx.ir.moves import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Move,
+    ReduceScatter,
+    Slice,
+    ToReplicated,
+    ToVarying,
+)
 from distfx.ir.symbolic import Size
 
 __all__ = ["Border", "estimate", "route"]
@@ -79,7 +89,7 @@ def route(source: Layout, target: Layout, shape: Sequence[Size], border: Border 
 
     slices()
     if come := sorted(axis for axis in target.varying if axis not in at.varying | at.split_axes):
-        go(Fan(tuple(come)))
+        go(ToVarying(tuple(come)))
     for dim, want in enumerate(target.dims):  # other order or granule of the same axes
         leave, come_axes = rest(dim)
         if leave and set(leave) == set(come_axes):
@@ -100,7 +110,7 @@ def route(source: Layout, target: Layout, shape: Sequence[Size], border: Border 
     slices()
     windows()
     if gone := tuple(sorted(at.varying - target.varying)):
-        go(Mask(gone))
+        go(ToReplicated(gone))
     assert at == target, f"no way from {source} to {target}, only to {at}"
     return tuple(moves)
 
@@ -130,7 +140,7 @@ def estimate(
             case AllReduce():
                 there = 2 * (p - 1) / p * local
                 back = there if move.to == "varying" else 0.0
-            case Fan():
+            case ToVarying():
                 back = 2 * (p - 1) / p * local
             case Slice(of="replicated"):
                 back = (p - 1) / p * local

@@ -11,8 +11,9 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
+from distfx.ir.meta import Meta, meta
 from distfx.ir.nodes import arguments, aten
-from distfx.ir.ops import Nth
+from distfx.ir.ops import OpOutput
 from distfx.passes.losses import split_loss
 
 __all__ = ["canonical", "name_after_module"]
@@ -50,9 +51,9 @@ _DROPOUTS = {
 
 def name_after_module(node: Node, old: Node) -> None:
     """The main call of a torch.nn module is called as the module is: ``layer1_0_conv1``."""
-    stack = list((old.meta.get("nn_module_stack") or {}).values())
-    if stack and str(stack[-1][1]).startswith("torch.nn.modules") and node.meta["path"]:
-        name = re.sub(r"\W", "_", node.meta["path"])
+    stack = list((Meta.nn_module_stack.get(old) or {}).values())
+    if stack and str(stack[-1][1]).startswith("torch.nn.modules") and meta(node).path:
+        name = re.sub(r"\W", "_", meta(node).path)
         node._rename(f"{name}_pad" if node.target is aten.pad.default else name)
 
 
@@ -77,18 +78,18 @@ def _part(node: Node) -> None:
     assert isinstance(source, Node) and isinstance(index, int)
     x: Any = source.args[0]
     dim: Any = arguments(source)["dim"]
-    rank = len(x.meta["shape"])
-    shapes = source.meta["shape"]
+    rank = len(meta(x).shape)
+    shapes: Any = meta(source).shape  # of several tensors
     if source.target is aten.unbind.int:
         node.target, node.args = aten.select.int, (x, dim % rank, index % len(shapes))
         return
     start = sum((shape[dim] for shape in shapes[: index % len(shapes)]), 0)
-    node.target, node.args = aten.slice.Tensor, (x, dim % rank, start, start + node.meta["shape"][dim])
+    node.target, node.args = aten.slice.Tensor, (x, dim % rank, start, start + meta(node).shape[dim])
 
 
 def _permutation(node: Node) -> list[int]:
     """The order of dims that a transposition of any kind gives."""
-    rank = len(node.meta["shape"])
+    rank = len(meta(node).shape)
     order = list(range(rank))
     if node.target in (aten.t.default, aten.numpy_T.default):
         return order[::-1]
@@ -130,7 +131,8 @@ def _call(graph: Graph, like: Node, target: Any, args: tuple[Any, ...], shape: S
     """A new call before ``like``, with its place in the model."""
     with graph.inserting_before(like):
         node = graph.call_function(target, args)
-    node.meta = dict(like.meta) | {"shape": tuple(shape)}
+    node.meta = dict(like.meta)
+    meta(node).shape = tuple(shape)
     return node
 
 
@@ -140,7 +142,7 @@ def _shuffle(graph: Graph, node: Node) -> None:
     r: Any = node.args[1]
     up = node.target is aten.pixel_shuffle.default
     small = x if up else node
-    *lead, c, h, w = small.meta["shape"]
+    *lead, c, h, w = meta(small).shape
     rank, c = len(lead), c // (r * r)
     if up:
         split = [*lead, c, r, r, h, w]
@@ -152,14 +154,14 @@ def _shuffle(graph: Graph, node: Node) -> None:
         moved = [*lead, c, r, r, h, w]
     first = _call(graph, node, aten.reshape.default, (x, split), split)
     second = _call(graph, node, aten.permute.default, (first, order), moved)
-    node.target, node.args = aten.reshape.default, (second, list(node.meta["shape"]))
+    node.target, node.args = aten.reshape.default, (second, list(meta(node).shape))
 
 
 def _stacked(graph: Graph, node: Node) -> None:
     """A stack is a concatenation of tensors with one more dim."""
     operands: Any = node.args[0]
     dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    shape = list(node.meta["shape"])
+    shape = list(meta(node).shape)
     dim %= len(shape)
     one = [*shape[:dim], 1, *shape[dim + 1 :]]
     node.args = ([_call(graph, node, aten.reshape.default, (x, one), one) for x in operands], dim)
@@ -176,7 +178,7 @@ def _norm(graph: Graph, node: Node) -> None:
     node.kwargs = {} if dtype is None else {"dtype": dtype}
     if math.isinf(order) and dtype is None:
         node.target = aten.amax.default if order > 0 else aten.amin.default
-        size = _call(graph, node, aten.abs.default, (x,), x.meta["shape"])
+        size = _call(graph, node, aten.abs.default, (x,), meta(x).shape)
         node.args = (size, [] if dims is None else [dims] if isinstance(dims, int) else list(dims), keepdim)
     else:
         node.target = aten.linalg_vector_norm.default
@@ -217,7 +219,7 @@ def _apart(graph: Graph, node: Node) -> None:
         if not isinstance(value, Node):
             return value
         if value in seen:
-            return _call(graph, node, aten.alias.default, (value,), value.meta["shape"])
+            return _call(graph, node, aten.alias.default, (value,), meta(value).shape)
         seen.add(value)
         return value
 
@@ -229,10 +231,10 @@ def _added_product(graph: Graph, node: Node) -> None:
     a = arguments(node)
     added, first, second = node.args[:3]
     product = aten.mm.default if node.target is aten.addmm.default else aten.bmm.default
-    made = _call(graph, node, product, (first, second), node.meta["shape"])
+    made = _call(graph, node, product, (first, second), meta(node).shape)
     _apart(graph, made)
     if a["alpha"] != 1:
-        made = _call(graph, node, aten.mul.Tensor, (made, a["alpha"]), node.meta["shape"])
+        made = _call(graph, node, aten.mul.Tensor, (made, a["alpha"]), meta(node).shape)
     node.target, node.args = aten.add.Tensor, (made, added)
     node.kwargs = {"alpha": a["beta"]} if a["beta"] != 1 else {}
 
@@ -240,31 +242,31 @@ def _added_product(graph: Graph, node: Node) -> None:
 def _rotated(graph: Graph, node: Node) -> None:
     """A quarter turn is a flip and a transposition, a half turn two flips."""
     given: Any = arguments(node)
-    x, turns, rank = given["self"], given["k"], len(node.meta["shape"])
+    x, turns, rank = given["self"], given["k"], len(meta(node).shape)
     a, b = (dim % rank for dim in given["dims"])
     if turns % 2 == 0:
         node.target = aten.flip.default if turns % 4 else aten.alias.default
         node.args = (x, [a, b]) if turns % 4 else (x,)
         return
-    flipped = _call(graph, node, aten.flip.default, (x, [b if turns % 4 == 1 else a]), x.meta["shape"])
+    flipped = _call(graph, node, aten.flip.default, (x, [b if turns % 4 == 1 else a]), meta(x).shape)
     order = list(range(rank))
     order[a], order[b] = b, a
     node.target, node.args = aten.permute.default, (flipped, order)
 
 
 def _channel_shuffle(graph: Graph, node: Node) -> None:
-    n, c, *space = node.meta["shape"]
+    n, c, *space = meta(node).shape
     groups: Any = node.args[1]
     split = [n, groups, c // groups, *space]
     order = [0, 2, 1, *range(3, len(split))]
     first = _call(graph, node, aten.reshape.default, (node.args[0], split), split)
     second = _call(graph, node, aten.permute.default, (first, order), [split[i] for i in order])
-    node.target, node.args = aten.reshape.default, (second, list(node.meta["shape"]))
+    node.target, node.args = aten.reshape.default, (second, list(meta(node).shape))
 
 
 def _glu(graph: Graph, node: Node) -> None:
     dim: Any = arguments(node)["dim"]
-    shape = node.meta["shape"]
+    shape = meta(node).shape
     size = shape[dim]
     parts = [(node.args[0], dim % len(shape), at, at + size) for at in (0, size)]
     value, gate = (_call(graph, node, aten.slice.Tensor, part, shape) for part in parts)
@@ -275,7 +277,7 @@ def _glu(graph: Graph, node: Node) -> None:
 def _narrow(graph: Graph, node: Node) -> None:
     x, dim, start, length = cast(Any, node.args)
     if isinstance(start, int) and start < 0:  # from the end, which a slice of ``start + length`` would not be at 0
-        start = start + x.meta["shape"][dim]
+        start = start + meta(x).shape[dim]
     node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
 
 
@@ -287,7 +289,7 @@ def _pad(graph: Graph, node: Node) -> None:
 
 def _piled(graph: Graph, node: Node) -> None:
     """``hstack`` of tensors of two dims or more is a concatenation."""
-    if len(node.meta["shape"]) > 1:
+    if len(meta(node).shape) > 1:
         node.target, node.args = aten.cat.default, (node.args[0], 1)
         _apart(graph, node)
 
@@ -295,14 +297,14 @@ def _piled(graph: Graph, node: Node) -> None:
 def _differences(graph: Graph, node: Node) -> None:
     """Of neighbours along a dim: the later less the earlier, as often as is said."""
     given = arguments(node)
-    if given["prepend"] is not None or given["append"] is not None or node.meta["dtype"] is torch.bool:
+    if given["prepend"] is not None or given["append"] is not None or meta(node).dtype is torch.bool:
         return
     x: Any = node.args[0]
-    dim = given["dim"] % len(x.meta["shape"])
+    dim = given["dim"] % len(meta(x).shape)
     for number in range(given["n"]):
-        shape = [size - 1 if i == dim else size for i, size in enumerate(x.meta["shape"])]
+        shape = [size - 1 if i == dim else size for i, size in enumerate(meta(x).shape)]
         later = _call(graph, node, aten.slice.Tensor, (x, dim, 1, 2**63 - 1), shape)
-        earlier = _call(graph, node, aten.slice.Tensor, (x, dim, 0, x.meta["shape"][dim] - 1), shape)
+        earlier = _call(graph, node, aten.slice.Tensor, (x, dim, 0, meta(x).shape[dim] - 1), shape)
         if number == given["n"] - 1:
             node.target, node.args, node.kwargs = aten.sub.Tensor, (later, earlier), {}
         else:
@@ -318,7 +320,7 @@ def _crop_before_circle(graph: Graph, node: Node) -> None:
     for i in range(len(widths) // 2):
         before, after = (min(0, width) for width in widths[2 * i : 2 * i + 2])
         if before or after:
-            dim, shape = len(x.meta["shape"]) - 1 - i, list(x.meta["shape"])
+            dim, shape = len(meta(x).shape) - 1 - i, list(meta(x).shape)
             end = shape[dim] + after
             shape[dim] = end + before
             x = _call(graph, node, aten.slice.Tensor, (x, dim, -before, end), shape)
@@ -352,7 +354,7 @@ def _space(node: Node) -> int:
     if node.target is aten.convolution.default:
         stride: Any = node.args[3]
         return len(stride)
-    target = node.target.op if isinstance(node.target, Nth) else node.target
+    target = node.target.op if isinstance(node.target, OpOutput) else node.target
     pooling = _POOLING.match(getattr(target, "__name__", ""))
     return int(pooling[1]) if pooling else 0
 
@@ -361,16 +363,16 @@ def _batched(graph: Graph, node: Node) -> Node:
     """An operator on one image is that on a batch of one. Gives the call that computes."""
     space = _space(node)
     images = [a for a in node.args[:2] if isinstance(a, Node) and a.op != "get_attr"] if space else []
-    images = [image for image in images if len(image.meta["shape"]) == space + 1]
-    if not images or len(node.meta["shape"]) != space + 1:  # of several results each has a call of its own
+    images = [image for image in images if len(meta(image).shape) == space + 1]
+    if not images or len(meta(node).shape) != space + 1:  # of several results each has a call of its own
         return node
 
     def batch(image: Node) -> Node:
-        shape = [1, *image.meta["shape"]]
+        shape = [1, *meta(image).shape]
         same = (user for user in image.users if user.target is aten.reshape.default and user.args == (image, shape))
         return next(same, None) or _call(graph, node, aten.reshape.default, (image, shape), shape)
 
-    shape = list(node.meta["shape"])
+    shape = list(meta(node).shape)
     args = tuple(batch(a) if isinstance(a, Node) and a in images else a for a in node.args)
     made = _call(graph, node, node.target, args, [1, *shape])
     made.kwargs, node.kwargs = node.kwargs, {}
@@ -396,21 +398,21 @@ def _rewrite(graph: Graph, node: Node) -> None:
         _part(node)
     elif target is operator.getitem and isinstance(source, Node) and source.target is aten.broadcast_tensors.default:
         operand: Any = source.args[0][node.args[1]]  # type: ignore[index]
-        same = operand.meta["shape"] == node.meta["shape"]
+        same = meta(operand).shape == meta(node).shape
         node.target = aten.alias.default if same else aten.expand.default
-        node.args = (operand,) if same else (operand, list(node.meta["shape"]))
+        node.args = (operand,) if same else (operand, list(meta(node).shape))
     elif target is operator.getitem and isinstance(source, Node) and _is_pure(source.target):
         index: Any = node.args[1]
-        node.target, node.args, node.kwargs = Nth(source.target, index), source.args, source.kwargs  # type: ignore[arg-type]
-    elif target in _TRANSPOSITIONS and not (target is aten.matrix_H.default and node.meta["dtype"].is_complex):
+        node.target, node.args, node.kwargs = OpOutput(source.target, index), source.args, source.kwargs  # type: ignore[arg-type]
+    elif target in _TRANSPOSITIONS and not (target is aten.matrix_H.default and meta(node).dtype.is_complex):
         node.args, node.target = (source, _permutation(node)), aten.permute.default
     elif target in (aten.expand.default, aten.expand_as.default):
-        node.args, node.kwargs, node.target = (source, list(node.meta["shape"])), {}, aten.expand.default
+        node.args, node.kwargs, node.target = (source, list(meta(node).shape)), {}, aten.expand.default
     elif target in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default):
         _shuffle(graph, node)
     elif target is aten.stack.default:
         _stacked(graph, node)
-    elif target is aten.slice.Tensor and source.meta["shape"] == node.meta["shape"] and arguments(node)["step"] == 1:  # type: ignore[union-attr]
+    elif target is aten.slice.Tensor and meta(source).shape == meta(node).shape and arguments(node)["step"] == 1:  # type: ignore[arg-type]
         node.target, node.args, node.kwargs = aten.alias.default, (source,), {}  # the first of y[:, :3]: all samples
     elif target in (aten.addmm.default, aten.baddbmm.default):
         _added_product(graph, node)
@@ -427,15 +429,15 @@ def _rewrite(graph: Graph, node: Node) -> None:
     elif target in _NORMS:
         _norm(graph, node)
     elif target is aten.count_nonzero.default or target is aten.count_nonzero.dim_IntList:
-        true = _call(graph, node, aten.ne.Scalar, (source, 0), source.meta["shape"])  # type: ignore[union-attr]
-        true.meta["dtype"] = torch.bool
+        true = _call(graph, node, aten.ne.Scalar, (source, 0), meta(source).shape)  # type: ignore[arg-type]
+        meta(true).dtype = torch.bool
         node.target, node.args = aten.sum.dim_IntList, (true, arguments(node).get("dim"))
     elif target is aten.type_as.default:
-        node.args, node.target = (source, node.meta["dtype"]), aten.to.dtype
+        node.args, node.target = (source, meta(node).dtype), aten.to.dtype
     elif target in _CONVOLUTIONS or target in _TRANSPOSED:
         _canonical_convolution(graph, node)
     elif target in _RESHAPES:
-        node.args, node.kwargs, node.target = (node.args[0], list(node.meta["shape"])), {}, aten.reshape.default
+        node.args, node.kwargs, node.target = (node.args[0], list(meta(node).shape)), {}, aten.reshape.default
     elif target in _DROPOUTS and (not node.args[2] or node.args[1] == 0):
         node.target, node.args = aten.alias.default, (node.args[0],)
 
@@ -450,7 +452,7 @@ def _canonical_convolution(graph: Graph, node: Node) -> None:
     if a["padding"] == "valid":
         a["padding"] = 0
     if a["padding"] == "same":
-        taps = weight.meta["shape"][2:]
+        taps = meta(weight).shape[2:]
         total = [d * (k - 1) for d, k in zip(dilation, taps, strict=True)]
         padding = [t // 2 for t in total]
         if any(t % 2 for t in total):  # an even kernel has one more tap on the right
@@ -463,7 +465,7 @@ def _canonical_convolution(graph: Graph, node: Node) -> None:
 
 
 def _padded(graph: Graph, node: Node, x: Node, widths: list[int]) -> Node:
-    shape = list(x.meta["shape"])
+    shape = list(meta(x).shape)
     for i, width in enumerate(widths):
         shape[-1 - i // 2] = shape[-1 - i // 2] + width
     return _call(graph, node, aten.pad.default, (x, widths, "constant", 0.0), shape)

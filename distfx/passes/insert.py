@@ -14,59 +14,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from distfx.ir import ops
 from distfx.ir.layout import DIM_NAMES, Layout
-from distfx.ir.moves import AllGather, Move
+from distfx.ir.meta import Meta, inherit, meta
+from distfx.ir.moves import AllGather, Move, Slice
 from distfx.ir.route import Border, route
-from distfx.passes.plan import Decision, Decisions, follow_layout, project, storage_layout
-from distfx.rules.registry import aten, spec_of
+from distfx.planner.decisions import Decision, Decisions
+from distfx.rules.registry import aten
 
-__all__ = ["insert_moves", "split_bias"]
-
-
-def split_bias(module: GraphModule, plan: Decisions, sizes: dict[str, int], stored: dict[str, Layout]) -> None:
-    """Where a sum over channels is completed by a move, the bias is added after it, once, as an operator of its own."""
-    graph = module.graph
-    replaced: dict[Node, Node] = {}
-    for node, decision in list(plan.nodes.items()):
-        decision = plan.nodes[node] = _with_operands(decision, replaced)
-        spec = decision.spec
-        if not decision.raw.partial or spec is None or not spec.row.anchor or node.args[2:3] in ((), (None,)):
-            continue
-        bias = node.args[2]
-        assert isinstance(bias, Node)
-        node.args = (*node.args[:2], None, *node.args[3:])
-        with graph.inserting_after(node):
-            added = graph.call_function(ops.add_bias)
-        node.replace_all_uses_with(added)
-        added.args = (node, bias)
-        added.meta = dict(node.meta) | {"bias_dim": 1 if node.target is aten.convolution.default else -1}
-        kept = tuple((operand, need) for operand, need in decision.needs if operand is not bias)
-        plan.nodes[node] = replace(decision, needs=kept, spec=replace(spec, operands=spec.operands[: len(kept)]))
-        bias_spec = spec_of(added)
-        assert bias_spec is not None
-        bias_spec, axes = follow_layout(bias_spec, 0, decision.result, sizes)
-        projected = project(bias_spec, axes, sizes)
-        assert projected is not None
-        needs, result = projected
-        plan.nodes[added] = Decision("", axes, needs, result, result, bias_spec)
-        plan.layouts[added] = result
-        replaced[node] = added
-        if str(bias.target) not in stored:
-            plan.layouts[bias] = storage_layout(needs[1][1], list(sizes))
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    plan.nodes = dict(sorted(plan.nodes.items(), key=lambda item: order[item[0]]))
-
-
-def _with_operands(decision: Decision, replaced: dict[Node, Node]) -> Decision:
-    """The decision with other nodes in the place of some operands."""
-    if not replaced.keys() & {operand for operand, _ in decision.needs}:
-        return decision
-    needs = tuple((replaced.get(operand, operand), need) for operand, need in decision.needs)
-    spec = decision.spec
-    if spec is not None:
-        spec = replace(
-            spec, operands=tuple((replaced.get(operand, operand), words) for operand, words in spec.operands)
-        )
-    return replace(decision, needs=needs, spec=spec)
+__all__ = ["insert_moves"]
 
 
 class _Inserter:
@@ -81,9 +35,10 @@ class _Inserter:
 
     def own(self, owner: Node) -> None:
         """The moves made since the last call belong to ``owner``: the operator they serve or whose result they move."""
-        name = owner.meta.get("owner", owner.name)  # a move belongs to whom the one before it does
+        name = Meta.owner.get(owner) or owner.name  # the owner of a move also owns the moves that follow it
         for node in self.unowned:
-            node.meta |= {"owner": name, **{key: owner.meta.get(key) for key in ("path", "source")}}
+            meta(node).owner = name
+            inherit(node, owner, Meta.path, Meta.source)
         self.unowned.clear()
 
     def move(self, value: Node, move: Move) -> Node:
@@ -91,11 +46,10 @@ class _Inserter:
         if (value, move) in self.moved:
             return self.moved[value, move]
         node = self.graph.call_function(ops.inserted(move.op), (value,), move.arguments())
-        layout = move.result(value.meta["layout"])
-        node.meta = {key: value.meta.get(key) for key in ("shape", "dtype")} | {
-            "layout": layout.with_names(value.meta["layout"].names),
-            "move": move,
-        }
+        layout = move.result(meta(value).layout)
+        inherit(node, value, Meta.shape, Meta.dtype)
+        meta(node).layout = layout.with_names(meta(value).layout.names)
+        meta(node).move = move
         self.moved[value, move] = node
         self.unowned.append(node)
         return node
@@ -107,7 +61,7 @@ class _Inserter:
 
     def bring(self, value: Node, need: Layout, border: Border | None = None) -> Node:
         """``value`` in the layout ``need``."""
-        for move in route(value.meta["layout"], need, value.meta["shape"], border):
+        for move in route(meta(value).layout, need, meta(value).shape, border):
             value = self.move(value, move)
         return value
 
@@ -142,9 +96,9 @@ def insert_moves(module: GraphModule, plan: Decisions, outputs: str) -> GraphMod
             break
         if node.op == "placeholder":
             new = state.graph.node_copy(node)
-            new.meta["layout"] = _named(Layout.replicated(len(node.meta.get("shape", ()))))
+            meta(new).layout = _named(Layout.replicated(len(Meta.shape.get(node) or ())))
             state.values[node] = new
-            if "shape" in node.meta:
+            if Meta.shape.is_set(node):
                 target = replace(plan.layouts[node], names=())
                 state.values[node] = state.bring(new, target)
                 state.own(new)
@@ -152,7 +106,7 @@ def insert_moves(module: GraphModule, plan: Decisions, outputs: str) -> GraphMod
         if node.op == "get_attr":
             new = state.graph.node_copy(node)
             layout = parameters.get(node, plan.layouts[node])
-            new.meta["layout"] = _named(layout, weight=True)
+            meta(new).layout = _named(layout, weight=True)
             state.values[node] = new
             continue
         _operator(state, node, plan.nodes[node])
@@ -164,11 +118,11 @@ def _operator(state: _Inserter, node: Node, decision: Decision) -> None:
     for number, (operand, need) in enumerate(decision.needs):
         operands[operand] = state.bring(state.values[operand], need, decision.border(number))
     new = state.graph.node_copy(node, lambda operand: operands.get(operand, state.values[operand]))
-    new.meta |= {"layout": _named(decision.raw), "decision": decision, "algorithm": decision.algorithm}
-    new.meta["needs"] = tuple((operands[operand].name, need) for operand, need in decision.needs)
-    if decision.spec is not None and decision.spec.row.anchor and decision.algorithm.startswith("stationary"):
+    meta(new).layout, meta(new).decision = _named(decision.produced), decision
+    meta(new).needs = tuple((operands[operand].name, need) for operand, need in decision.needs)
+    if decision.spec is not None and decision.spec.rule.anchor and decision.algorithm.startswith("stationary"):
         new._rename(f"{node.name}_{decision.algorithm.replace('-', '_')}")
-    state.values[node] = state.bring(new, decision.result) if decision.raw.partial else new
+    state.values[node] = state.bring(new, decision.result) if decision.produced.partial else new
     state.own(new)
     if node.target is aten.batch_norm.default and node.args[5]:
         for buffer in node.args[3:5]:
@@ -184,22 +138,23 @@ def _refresh(state: _Inserter, buffer: Node, part: Node, owner: Node) -> None:
     while place is not buffer:
         moves.insert(0, place)
         place = place.args[0]
-    slices = [node.meta["move"] for node in moves if node.target is ops.slice]
-    same = all(node.target in (ops.slice, ops.fan, ops.mask) for node in moves)
+    slices = [move for node in moves if isinstance(move := meta(node).move, Slice)]
+    same = all(node.target in (ops.slice, ops.to_varying, ops.to_replicated) for node in moves)
     assert same and len({move.dim for move in slices}) <= 1, "a buffer that is written is at most sliced"
     if not slices:
         return
     gather = AllGather(tuple(axis for move in slices for axis in move.axes), slices[0].dim, "replicated")
     node = state.graph.call_function(ops.refresh, (buffer,), gather.arguments())
-    node.meta = dict(buffer.meta) | {"move": gather, "owner": owner.name, "part": part.meta["layout"]}
+    node.meta = dict(buffer.meta)
+    meta(node).move, meta(node).owner, meta(node).written_layout = gather, owner.name, meta(part).layout
 
 
 def _output(state: _Inserter, value: Any, outputs: str) -> Any:
     if not isinstance(value, Node):
         return value
     new = state.values[value]
-    layout = new.meta["layout"]
-    target = Layout.replicated(len(layout.dims)) if outputs == "global" else layout.settled()
+    layout = meta(new).layout
+    target = Layout.replicated(len(layout.dims)) if outputs == "global" else layout.storage()
     moved = state.bring(new, target)
     state.own(new)
     return moved

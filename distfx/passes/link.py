@@ -1,14 +1,16 @@
 """link: turn a bound graph into a runnable one.
 
-Moves get their segments, inserted operators their kernels, parameters their gradient buckets. The first argument of the
-linked graph is the :class:`~distfx.runtime.autograd.parameters.Gradients` of the forward pass.
+in: a bound graph.   out: a graph of kernels on local tensors. Moves get their segments, inserted operators their
+kernels, parameters their gradient buckets. The first argument of the linked graph is the
+:class:`~distfx.runtime.autograd.parameters.Gradients` of the forward pass.
+
+This is the only pass that knows the runtime.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,20 +18,19 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from distfx.grid import Grid, Segment
+from distfx.grid import Grid
 from distfx.ir import ops
-from distfx.ir.moves import BoundMove, Half
-from distfx.report import ledger
-from distfx.runtime.autograd.moves import RunMove
-from distfx.runtime.autograd.parameters import Bucket, Gradients
-from distfx.runtime.autograd.transfers import start
-from distfx.runtime.comm.failure import During
-from distfx.runtime.kernels.autocast import InFull
-from distfx.runtime.kernels.formats import settle
+from distfx.ir.buckets import Bucket
+from distfx.ir.meta import Meta, meta
+from distfx.ir.nodes import aten, is_empty
+from distfx.runtime.autograd.moves import Refresh, RunMove
+from distfx.runtime.autograd.parameters import Gradients
+from distfx.runtime.kernels.autocast import WithoutAutocast
+from distfx.runtime.kernels.formats import to_memory_format
 from distfx.runtime.kernels.halo_convolution import HaloConvolution
-from distfx.runtime.kernels.in_place import OfFirst, overwrite
-from distfx.runtime.kernels.local import KERNELS as PLAIN
-from distfx.runtime.kernels.local import BatchNorm, Zero, convolution
+from distfx.runtime.kernels.in_place import InPlaceActivation, KeepFirstDtype, add_into
+from distfx.runtime.kernels.local import KERNELS as LOCAL_KERNELS
+from distfx.runtime.kernels.local import BatchNorm, ZeroResult, convolution
 from distfx.runtime.kernels.norm import Norm
 from distfx.runtime.kernels.pool import adaptive_pool, max_pool_index
 from distfx.runtime.kernels.random import Draw, Dropout
@@ -38,26 +39,18 @@ from distfx.runtime.kernels.resample import resample
 
 __all__ = ["link"]
 
-aten = torch.ops.aten
-KERNELS = PLAIN | {"resample": resample, "adaptive_pool": adaptive_pool, "max_pool_index": max_pool_index}
+KERNELS: dict[Any, Callable[..., Tensor]] = {
+    **{ops.inserted(name): kernel for name, kernel in LOCAL_KERNELS.items()},
+    ops.resample: resample,
+    ops.adaptive_pool: adaptive_pool,
+    ops.max_pool_index: max_pool_index,
+    ops.add_into: add_into,
+    ops.to_memory_format: to_memory_format,
+}
+"""Inserted operators that become a plain function."""
 
-
-class Refresh:
-    """Gather the slices of a buffer that the ranks of a segment wrote, into each rank's copy of it."""
-
-    def __init__(self, gather: BoundMove, segment: Segment, node: str, path: str | None) -> None:
-        self.move, self.segment, self.node, self.path = gather, segment, node, path
-        self.__name__ = "refresh"
-
-    def __call__(self, buffer: Tensor) -> None:
-        half: Half = self.move.forward
-        take = self.move.backward
-        sent = half.sent_bytes(buffer.element_size())
-        ledger.record(self.node, self.__name__, half.axes, "forward", sent, half.messages)
-        whole = buffer.data  # not counted as a change: backward may have saved slices, whose values stay
-        part = start(take, whole, self.segment).wait()
-        with During(self.__name__, self.node, self.path, self.segment, "forward"):
-            whole.copy_(start(half, part, self.segment).wait())
+COLLECTIVES: dict[Any, Any] = {ops.batch_norm: BatchNorm, ops.norm: Norm, ops.reduce: Reduction}
+"""Inserted operators that become a kernel with a segment."""
 
 
 def _bucket(gradients: Gradients, index: int) -> tuple[Tensor, ...]:
@@ -68,195 +61,98 @@ def _plain(gradients: Gradients, name: str) -> Tensor:
     return gradients.plain(name)
 
 
-def link(module: GraphModule, grid: Grid, buckets: Sequence[Bucket], last: bool = False) -> GraphModule:
-    """Make a bound graph runnable, in place. ``last``: images are to lie channels last."""
-    graph = module.graph
-    settle(graph, last, grid)
-    place = {name: (i, j) for i, bucket in enumerate(buckets) for j, name in enumerate(bucket.names)}
-    taken: dict[int, Node] = {}
-    _read_before_writes(graph)
-    first = next(iter(graph.nodes))
-    with graph.inserting_before(first):
+def link(graph: Graph, grid: Grid, buckets: Sequence[Bucket]) -> GraphModule:
+    """Make a bound graph runnable, in place."""
+    with graph.inserting_before(next(iter(graph.nodes))):
         gradients = graph.placeholder("gradients")
-    _share_results(graph)
-    for node in list(graph.nodes):
-        if node.op == "call_function" and (halo := _own_halo(node)) is not None:
-            _fuse(node, halo, grid)
-    overwrite(graph)
-    for node in list(graph.nodes):
-        if node.op == "get_attr":
-            continue
-        if node.op == "call_function":
-            node.args, node.kwargs = ops.on_device((node.args, node.kwargs), grid.device)
-            _link_call(node, grid, gradients)
-            if node.meta.get("in_place") and isinstance(node.target, torch._ops.OpOverload):
-                node.target = OfFirst(node.target)
-            if node.meta.get("autocast") is False and node.target is not operator.getitem:
-                node.target = InFull(node.target)
-        for operand in [n for n in node.all_input_nodes if n.op == "get_attr"]:
-            name = str(operand.target)
-            with graph.inserting_before(node):
-                if name in place:
-                    number, index = place[name]
-                    if number not in taken:
-                        taken[number] = graph.call_function(_bucket, (gradients, number))
-                    value = graph.call_function(operator.getitem, (taken[number], index))
-                else:
-                    value = graph.call_function(_plain, (gradients, name))
-            value.meta = dict(operand.meta) | {"parameter": name}
-            operand.replace_all_uses_with(value)
-            graph.erase_node(operand)
-    for node in list(graph.nodes):
-        if node.op == "get_attr":
-            graph.erase_node(node)
+    for node in [each for each in graph.nodes if each.op == "call_function"]:
+        node.args, node.kwargs = ops.on_device((node.args, node.kwargs), grid.device)
+        _link_call(node, grid, gradients)
+        if Meta.in_place.get(node) and isinstance(node.target, torch._ops.OpOverload):
+            node.target = KeepFirstDtype(node.target)
+        if Meta.autocast.get(node) is False and node.target is not operator.getitem:
+            node.target = WithoutAutocast(node.target)
+    _link_parameters(graph, gradients, buckets)
     linked = GraphModule(torch.nn.Module(), graph)
     linked.recompile()
     return linked
 
 
-def _written(node: Node) -> Node | None:
-    """The buffer into which a call of the model writes."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
-        return None
-    place: Any = node.args[0]
-    while isinstance(place, Node) and place.target in _ITSELF:
-        place = place.args[0]
-    return place if isinstance(place, Node) and place.op == "get_attr" else None
-
-
-_ITSELF = (ops.fan, ops.mask, aten.detach.default)
-"""What gives the very tensor, going forward."""
-
-
-def _read_before_writes(graph: Graph) -> None:
-    """What is read of a buffer before the graph writes into it is a copy: backward may need it as it was."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
+def _link_parameters(graph: Graph, gradients: Node, buckets: Sequence[Bucket]) -> None:
+    """Read every parameter from its bucket, each bucket at its first use, and every buffer by name."""
+    place = {name: (i, j) for i, bucket in enumerate(buckets) for j, name in enumerate(bucket.names)}
+    opened: dict[int, Node] = {}
     for node in list(graph.nodes):
-        buffer = _written(node)
-        if buffer is None:
-            continue
-        same = [buffer, *(user for user in buffer.users if user.target in _ITSELF)]
-        for source, reader in [(each, user) for each in same for user in each.users if user not in same]:
-            last = max(place[use] for use in _uses(reader))
-            if last < place[node] and _written(reader) is None and reader.target is not ops.refresh:
-                with graph.inserting_before(reader):
-                    copy = graph.call_function(torch.clone, (source,))
-                copy.meta = {
-                    key: source.meta[key] for key in ("shape", "local", "layout", "dtype") if key in source.meta
-                }
-                place[copy] = place[reader]
-                reader.replace_input_with(source, copy)
-
-
-def _uses(node: Node) -> Iterator[Node]:
-    """A call, and those that read what it reads by way of the view that it gives."""
-    yield node
-    schema = getattr(node.target, "_schema", None)
-    views = schema is not None and any(given.alias_info is not None for given in schema.returns)
-    if views or node.target in (ops.slice, aten.reshape.default):
-        for user in node.users:
-            yield from _uses(user)
-
-
-def _own_halo(node: Node) -> Node | None:
-    """The halo exchange just before a convolution and for it alone: the two may become one kernel.
-
-    A matter of the graph, not of this rank's part, and nothing communicates in between: on every rank alike.
-    """
-    source = node.args[0] if node.args else None
-    if node.target is not aten.convolution.default or not isinstance(source, Node) or source.target is not ops.halo:
-        return None
-    between = source.next
-    while between is not node and between.op == "get_attr":
-        between = between.next
-    alone = list(source.users) == [node] and node.all_input_nodes.count(source) == 1
-    return source if alone and between is node and not node.args[6] else None
-
-
-def _fuse(node: Node, halo: Node, grid: Grid) -> None:
-    halo.meta["last"] = node.meta["last"]
-    run = _run_move(halo, grid)
-    _, weight, bias, stride, padding, dilation, _, _, groups = node.args
-    assert isinstance(weight, Node)
-    taps = weight.meta["local"][2:]
-    empty = node.meta["local"] if _is_empty(node) else None
-    node.target = HaloConvolution(run, taps, stride, padding, dilation, groups, empty)  # type: ignore[arg-type]
-    node.args = (halo.args[0], weight, bias)
-    halo.graph.erase_node(halo)
-
-
-def _run_move(node: Node, grid: Grid) -> RunMove:
-    bound = node.meta["bound"]
-    name: str = node.target.__name__  # type: ignore[union-attr]
-    segment, last = grid.segment(bound.forward.axes), node.meta["last"]
-    return RunMove(bound, segment, node.meta["owner"], name, node.meta.get("path"), last)
-
-
-def _share_results(graph: Graph) -> None:
-    """An operator several of whose results are wanted is called once."""
-    calls: dict[Any, list[Node]] = {}
-    for node in graph.nodes:
-        if isinstance(node.target, ops.Nth) and not _is_empty(node):
-            calls.setdefault((node.target.op, repr((node.args, node.kwargs))), []).append(node)
-    for (op, _), nodes in calls.items():
-        if len(nodes) < 2:
-            continue
-        with graph.inserting_before(nodes[0]):
-            every = graph.call_function(op, nodes[0].args, dict(nodes[0].kwargs))
-        every.meta = {key: nodes[0].meta.get(key) for key in ("path", "source")}
-        for node in nodes:
-            part: Any = node.target
-            node.target, node.args, node.kwargs = operator.getitem, (every, part.index), {}
+        for operand in [n for n in node.all_input_nodes if n.op == "get_attr"]:
+            name = str(operand.target)
+            with graph.inserting_before(node):
+                if name in place:
+                    number, index = place[name]
+                    if number not in opened:
+                        opened[number] = graph.call_function(_bucket, (gradients, number))
+                    value = graph.call_function(operator.getitem, (opened[number], index))
+                else:
+                    value = graph.call_function(_plain, (gradients, name))
+            value.meta = dict(operand.meta)
+            meta(value).parameter = name
+            operand.replace_all_uses_with(value)
+            graph.erase_node(operand)
+    for node in graph.find_nodes(op="get_attr"):
+        graph.erase_node(node)
 
 
 def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
-    bound = node.meta.get("bound")
-    if isinstance(node.target, HaloConvolution):
+    """Replace an inserted operator by its kernel, and a call that ATen may refuse on empty tensors by zeros."""
+    target, arguments = node.target, dict[str, Any](node.kwargs)
+    if isinstance(target, ops.OpOutput) and target.op in ops.OWN_FUNCTIONS:
+        node.target = target = replace(target, op=ops.OWN_FUNCTIONS[target.op])
+    elif target in ops.OWN_FUNCTIONS:
+        node.target = ops.OWN_FUNCTIONS[target]
         return
-    if isinstance(node.target, ops.Nth) and node.target.op in ops.OWN_FUNCTIONS:
-        node.target = replace(node.target, op=ops.OWN_FUNCTIONS[node.target.op])
-    elif node.target in ops.OWN_FUNCTIONS:
-        node.target = ops.OWN_FUNCTIONS[node.target]
-        return
-    if node.target is ops.refresh:
-        assert isinstance(bound, BoundMove)
-        node.target = Refresh(bound, grid.segment(bound.forward.axes), node.meta["owner"], node.meta.get("path"))
+    if target is ops.halo_convolution:
+        _link_halo_convolution(node, grid)
+    elif target is ops.refresh:
+        transfers = meta(node).transfers
+        segment = grid.segment(transfers.forward.axes)
+        node.target = Refresh(transfers, segment, meta(node).owner, Meta.path.get(node))
         node.kwargs = {}
-    elif isinstance(bound, BoundMove):
-        node.target, node.kwargs = _run_move(node, grid), {}
-    elif node.target in (ops.batch_norm, ops.norm, ops.reduce):
-        kwargs: dict[str, Any] = dict(node.kwargs)
-        if "apart" in kwargs:
-            kwargs["apart"] = grid.segment(tuple(kwargs["apart"]))
-        kinds: dict[Any, Any] = {ops.batch_norm: BatchNorm, ops.norm: Norm, ops.reduce: Reduction}
-        node.target = kinds[node.target](grid.segment(tuple(kwargs.pop("axis"))), node.name, **kwargs)
-        node.target.path = node.meta.get("path")  # type: ignore[union-attr]
-        node.kwargs = {}
-    elif node.target is ops.dropout:
-        node.target = Dropout(node.name, **node.kwargs)  # type: ignore[arg-type]
+    elif Meta.transfers.is_set(node):
+        node.target, node.kwargs = _run_move(node, target.__name__, grid), {}  # type: ignore[union-attr]
+    elif target in COLLECTIVES:
+        if "apart" in arguments:
+            arguments["apart"] = grid.segment(tuple(arguments["apart"]))
+        segment = grid.segment(tuple(arguments.pop("axis")))
+        node.target, node.kwargs = COLLECTIVES[target](segment, node.name, **arguments), {}
+        node.target.path = Meta.path.get(node)  # type: ignore[union-attr]
+    elif target is ops.activate_in_place:
+        node.target, node.kwargs = InPlaceActivation(arguments["activation"]), {}
+    elif target is ops.dropout:
+        node.target = Dropout(node.name, **arguments)
         node.args, node.kwargs = (gradients, *node.args), {}
-    elif node.target is ops.draw:
-        kwargs = dict(node.kwargs)
-        node.target = Draw(node.name, kwargs.pop("operator"), kwargs.pop("part"))
-        node.args, node.kwargs = (gradients, *node.args), kwargs
-    elif getattr(node.target, "__name__", None) in KERNELS and node.target is ops.inserted(node.target.__name__):  # type: ignore[union-attr]
-        node.target = KERNELS[node.target.__name__]
-    elif node.target is not operator.getitem and _is_empty(node):
-        dtype = node.meta["dtype"]  # where it is its operand's it follows that, which may have been converted since
-        same = dtype == node.all_input_nodes[0].meta["dtype"]
-        product = node.meta["decision"].spec.row.product
-        node.target = Zero(node.meta["local"], None if same else dtype, product)
-    elif node.target is aten.convolution.default:
-        node.target, node.kwargs = convolution, {"last": node.meta["last"]}
+    elif target is ops.draw:
+        node.target = Draw(node.name, arguments.pop("operator"), arguments.pop("part"))
+        node.args, node.kwargs = (gradients, *node.args), arguments
+    elif target in KERNELS:
+        node.target = KERNELS[target]
+    elif target is not operator.getitem and is_empty(node):
+        # The dtype of the first operand may have been converted since capture: follow it where the two are the same.
+        same = meta(node).dtype == meta(node.all_input_nodes[0]).dtype
+        node.target = ZeroResult(meta(node).local_shape, None if same else meta(node).dtype, meta(node).is_product)
+    elif target is aten.convolution.default:
+        node.target, node.kwargs = convolution, {"channels_last": meta(node).channels_last}
 
 
-def _is_empty(node: Node) -> bool:
-    """Whether a call that ATen may refuse on empty tensors has no result here, or one that is a sum over nothing."""
-    decision = node.meta.get("decision")
-    if decision is None or decision.spec is None or decision.spec.row.name == "pointwise" or "local" not in node.meta:
-        return False
-    row, shapes = decision.spec.row, [node.meta["local"]]
-    if row.product:
-        shapes += [operand.meta["local"] for operand in node.all_input_nodes]
-    return any(math.prod(shape) == 0 for shape in shapes)
+def _link_halo_convolution(node: Node, grid: Grid) -> None:
+    arguments = dict[str, Any](node.kwargs)
+    weight = node.args[1]
+    assert isinstance(weight, Node)
+    run = _run_move(node, "halo", grid)
+    empty = meta(node).local_shape if arguments.pop("empty") else None
+    node.target = HaloConvolution(run, meta(weight).local_shape[2:], **arguments, empty=empty)
+    node.kwargs = {}
+
+
+def _run_move(node: Node, name: str, grid: Grid) -> RunMove:
+    transfers = meta(node).transfers
+    segment = grid.segment(transfers.forward.axes)
+    return RunMove(transfers, segment, meta(node).owner, name, Meta.path.get(node), meta(node).channels_last)

@@ -1,4 +1,4 @@
-"""localise: operators become local ones.
+"""localize: operators become local ones.
 
 in: a graph with moves.   out: the same graph, in which every call is one on this rank's tensors: padding only where the
 dim is not split, sizes as ``N/n``, means divided by global counts.
@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch.fx import GraphModule
+from torch.fx import Graph
 
-from distfx.rules.row import Site
+from distfx.ir.meta import Meta, meta
+from distfx.rules.rule import LocalContext
 
-__all__ = ["localise"]
+__all__ = ["localize"]
 
 
-def localise(module: GraphModule, sizes: Mapping[str, int]) -> GraphModule:
-    """Rewrite each call by the ``local`` of its row."""
-    for node in module.graph.nodes:
-        decision = node.meta.get("decision")
+def localize(graph: Graph, axes: Mapping[str, int]) -> None:
+    """Rewrite each call by the ``local`` function of its rule."""
+    for node in graph.nodes:
+        decision = Meta.decision.get(node)
         if decision is None or decision.spec is None:
             continue
-        needs = tuple(need for _, need in decision.needs)
-        site = Site(decision.spec, decision.axes, decision.raw, tuple(node.args), sizes, needs)
-        node.target, node.args, node.kwargs = decision.spec.row.local(site)
-    return module
+        rule, needs = decision.spec.rule, tuple(need for _, need in decision.needs)
+        context = LocalContext(decision.spec, decision.axes, decision.produced, tuple(node.args), axes, needs)
+        node.target, node.args, node.kwargs = rule.local(context)
+        meta(node).is_product = rule.product
+        meta(node).refuses_empty = rule.name != "pointwise"

@@ -13,21 +13,11 @@ import torch
 from torch.fx import Graph, Node
 
 from distfx.ir import ops
+from distfx.ir.meta import meta
 from distfx.ir.nodes import arguments, aten
+from distfx.rules.pointwise import ELEMENTWISE_LOSSES
 
-__all__ = ["ELEMENTWISE", "split_loss"]
-
-ELEMENTWISE = {
-    aten.mse_loss.default,
-    aten.l1_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_with_logits.default,
-    aten.kl_div.default,
-    aten.soft_margin_loss.default,
-}
-"""Losses that are pointwise where they are not reduced."""
+__all__ = ["split_loss"]
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -43,7 +33,10 @@ class _Builder:
     ) -> Node:
         with self.graph.inserting_before(self.node):
             made = self.graph.call_function(target, args, kwargs)
-        made.meta = dict(self.node.meta) | {"shape": tuple(shape), "dtype": dtype or self.node.meta["dtype"]}
+        made.meta = dict(self.node.meta)
+        meta(made).shape = tuple(shape)
+        if dtype is not None:
+            meta(made).dtype = dtype
         return made
 
     def finish(self, target: Any, *args: Any) -> None:
@@ -53,7 +46,7 @@ class _Builder:
 
 def split_loss(graph: Graph, node: Node) -> bool:
     """Rewrite a loss into its parts; whether ``node`` was one."""
-    if node.target in ELEMENTWISE:
+    if node.target in ELEMENTWISE_LOSSES:
         _elementwise(graph, node)
     elif node.target is aten.cross_entropy_loss.default:
         _cross_entropy(graph, node)
@@ -74,7 +67,7 @@ def _elementwise(graph: Graph, node: Node) -> None:
     order = [argument.name for argument in node.target._schema.arguments if not argument.kwarg_only]  # type: ignore[union-attr]
     values = [NONE if name == "reduction" else a.get(name) for name in order]
     extra = {key: value for key, value in a.items() if key not in order}
-    operands = [value.meta["shape"] for value in values if isinstance(value, Node)]
+    operands = [meta(value).shape for value in values if isinstance(value, Node)]
     each = _Builder(graph, node)(node.target, *values, shape=_broadcast(operands), **extra)
     node.target, node.args, node.kwargs = (aten.mean if reduction == MEAN else aten.sum).default, (each,), {}
 
@@ -92,10 +85,10 @@ def _cross_entropy(graph: Graph, node: Node) -> None:
     a = arguments(node)
     x, target, weight = a["self"], a["target"], a["weight"]
     make = _Builder(graph, node)
-    shape = x.meta["shape"]
+    shape = meta(x).shape
     dim = 1 if len(shape) > 1 else 0
     logs = make(aten.log_softmax.int, x, dim, shape=shape)
-    if not target.meta["dtype"].is_floating_point:
+    if not meta(target).dtype.is_floating_point:
         _reduce_classes(make, logs, target, weight, a["reduction"], a["ignore_index"], a["label_smoothing"])
         return
     classes, smoothing = shape[dim], a["label_smoothing"]
@@ -121,7 +114,7 @@ def _cross_entropy(graph: Graph, node: Node) -> None:
 
 def _along(make: _Builder, weight: Node, dim: int, rank: int) -> Node:
     """Weights of classes, to multiply a tensor whose ``dim`` has the classes."""
-    shape = [weight.meta["shape"][0] if i == dim else 1 for i in range(rank)]
+    shape = [meta(weight).shape[0] if i == dim else 1 for i in range(rank)]
     return make(aten.reshape.default, weight, shape, shape=shape)
 
 
@@ -129,12 +122,12 @@ def _reduce_classes(
     make: _Builder, logs: Node, target: Node, weight: Node | None, reduction: int, ignored: int, smoothing: float
 ) -> None:
     """The loss of class indices: minus the logarithm of each target's probability, weighted, ignored ones left out."""
-    shape, where = logs.meta["shape"], target.meta["shape"]
+    shape, where = meta(logs).shape, meta(target).shape
     dim = 1 if len(shape) > 1 else 0
     weights = make(ops.class_weights, target, weight, ignored, shape=where) if weight is not None else None
     absent = make(aten.eq.Scalar, target, ignored, shape=where, dtype=torch.bool)
     present = make(aten.logical_not.default, absent, shape=where, dtype=torch.bool)
-    counted = weights or make(aten.to.dtype, present, make.node.meta["dtype"], shape=where)
+    counted = weights or make(aten.to.dtype, present, meta(make.node).dtype, shape=where)
     each = make(ops.pick_class, logs, target, ignored, shape=where)
     each = make(aten.mul.Tensor, make(aten.neg.default, each, shape=where), counted, shape=where)
     if smoothing:

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
 
+from distfx.ir import ops
 from distfx.ir.layout import Layout
+from distfx.ir.meta import Meta, meta
 from distfx.ir.moves import Move
 from distfx.ir.nodes import aten
 from distfx.passes.capture.mutation import written_whole
@@ -18,7 +20,7 @@ __all__ = ["CHECKS", "verify"]
 
 
 def _has_shape(node: Node) -> str | None:
-    if node.op == "output" or "many" in node.meta or isinstance(node.meta.get("shape"), tuple):
+    if node.op == "output" or Meta.multiple.is_set(node) or isinstance(Meta.shape.get(node), tuple):
         return None
     return None if node.op == "placeholder" else "has no shape"  # one that is no tensor has none
 
@@ -35,7 +37,7 @@ def _is_decided(node: Node) -> str | None:
     """By the plan; what it was decided for is what the node has."""
     if node.op != "call_function":
         return None
-    decision = node.meta.get("decision")
+    decision = Meta.decision.get(node)
     if decision is None:
         return "has no decision"
     stray = [operand.name for operand, _ in decision.needs if operand not in node.all_input_nodes]
@@ -43,35 +45,35 @@ def _is_decided(node: Node) -> str | None:
 
 
 def _has_layout(node: Node) -> str | None:
-    if node.op == "output" or isinstance(node.meta.get("layout"), Layout):
+    if node.op == "output" or isinstance(Meta.layout.get(node), Layout):
         return None
     return "has no layout"
 
 
 def _rank_fits(node: Node) -> str | None:
-    layout, shape = node.meta.get("layout"), node.meta.get("shape")
-    if layout is None or shape is None or node.meta.get("many") or len(layout.dims) == len(shape):
+    layout, shape = Meta.layout.get(node), Meta.shape.get(node)
+    if layout is None or shape is None or Meta.multiple.get(node) or len(layout.dims) == len(shape):
         return None
     return f"has layout {layout} but shape {shape}"
 
 
 def _move_is_typed(node: Node) -> str | None:
-    move = node.meta.get("move")
-    if not isinstance(move, Move) or "part" in node.meta:
+    move = Meta.move.get(node)
+    if not isinstance(move, Move) or Meta.written_layout.is_set(node):
         return None
     source = node.args[0]
     assert isinstance(source, Node)
-    expected = move.result(source.meta["layout"])
-    return None if expected == node.meta["layout"] else f"says {node.meta['layout']}, but {move} gives {expected}"
+    expected = move.result(meta(source).layout)
+    return None if expected == meta(node).layout else f"says {meta(node).layout}, but {move} gives {expected}"
 
 
 def _operands_are_as_needed(node: Node) -> str | None:
-    have = {operand.name: operand.meta["layout"] for operand in node.all_input_nodes}
-    needs = node.meta.get("needs", ())
+    have = {operand.name: meta(operand).layout for operand in node.all_input_nodes}
+    needs = Meta.needs.get(node) or ()
     for name, need in needs:
         if have.get(name) != need:
             return f"needs {name} in {need}, but has it in {have.get(name)}"
-    if "needs" in node.meta and set(have) != {name for name, _ in needs}:
+    if Meta.needs.is_set(node) and set(have) != {name for name, _ in needs}:
         return f"has operands {sorted(have)}, but was planned for {sorted(name for name, _ in needs)}"
     return None
 
@@ -79,26 +81,67 @@ def _operands_are_as_needed(node: Node) -> str | None:
 def _no_stray_sums(node: Node) -> str | None:
     """A partial sum may only go into the move that completes it."""
     for operand in node.all_input_nodes:
-        if operand.meta["layout"].partial and not isinstance(node.meta.get("move"), Move):
-            return f"uses the partial sum {operand.name} ({operand.meta['layout']})"
+        if meta(operand).layout.partial and not isinstance(Meta.move.get(node), Move):
+            return f"uses the partial sum {operand.name} ({meta(operand).layout})"
     return None
 
 
 def _parts_fit(node: Node) -> str | None:
     """What a move gives on this rank is its part by the layout."""
-    have, want = node.meta.get("local"), node.meta.get("own")
+    have, want = Meta.local_shape.get(node), Meta.part_shape.get(node)
     return None if want is None or tuple(have or ()) == want else f"gives {have}, but this rank's part is {want}"
+
+
+def _has_local_shape(node: Node) -> str | None:
+    if node.op == "output" or Meta.multiple.get(node) or not Meta.layout.is_set(node) or Meta.local_shape.is_set(node):
+        return None
+    return "has no local shape"
+
+
+def _has_format(node: Node) -> str | None:
+    return None if Meta.channels_last.is_set(node) else "has no memory format"
+
+
+def _writes_are_private(node: Node) -> str | None:
+    """An operand that is overwritten has no other reader."""
+    if node.target not in (ops.add_into, ops.activate_in_place):
+        return None
+    written = node.args[0]
+    readers = list(written.users) if isinstance(written, Node) else []
+    return None if readers == [node] else f"overwrites {written}, which {readers} read"
+
+
+def _halos_have_transfers(node: Node) -> str | None:
+    fused = node.target is ops.halo_convolution
+    return "has no transfers" if fused and not Meta.transfers.is_set(node) else None
+
+
+def _is_linked(node: Node) -> str | None:
+    if node.op == "get_attr":
+        return "reads a parameter that no bucket provides"
+    return "has no kernel" if ops.is_inserted(node.target) else None
 
 
 Check = Callable[[Node], str | None]
 _GRAPH: tuple[Check, ...] = (_has_shape, _is_functional)
 _TYPED: tuple[Check, ...] = (_has_layout, _rank_fits, _move_is_typed, _operands_are_as_needed, _no_stray_sums)
+_BOUND: tuple[Check, ...] = (_has_local_shape, _parts_fit)
 CHECKS: dict[str, tuple[Check, ...]] = {
     "capture": _GRAPH,
     "plan": (*_GRAPH, _is_decided),
+    "split_bias": (*_GRAPH, _is_decided),
     "insert": _TYPED,
-    "localise": _TYPED,
-    "bind": (_has_layout, _parts_fit),
+    "localize": _TYPED,
+    "prune": _TYPED,
+    "bind": (_has_layout, *_BOUND),
+    "buckets": _BOUND,
+    "predict": _BOUND,
+    "formats": (*_BOUND, _has_format),
+    "copies": _BOUND,
+    "share": _BOUND,
+    "fuse": (*_BOUND, _halos_have_transfers),
+    "reuse": (*_BOUND, _writes_are_private),
+    "link": (_is_linked,),
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["Entry", "Ledger", "allreduce_bytes", "allreduce_messages", "is_open", "record", "record_comm"]
+__all__ = ["Entry", "Ledger", "is_open", "record", "record_comm"]
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,3 @@ def record(node: str, move: str, axes: tuple[str, ...], phase: str, nbytes: int,
         entry = Entry(node, move, "*".join(axes), phase, nbytes, messages)
         for ledger in _open:
             ledger.rows.append(entry)
-
-
-def allreduce_bytes(nbytes: int, ranks: int) -> int:
-    """What a rank sends for an allreduce of ``nbytes``: ``2 (p-1)/p`` of it, in whole bytes."""
-    return 2 * (ranks - 1) * nbytes // ranks
-
-
-def allreduce_messages(ranks: int) -> int:
-    """Messages of a ring allreduce."""
-    return 2 * (ranks - 1)

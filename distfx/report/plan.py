@@ -24,7 +24,7 @@ class PlanRow:
     messages_backward: int = 0
     path: str = ""
     source: str = ""
-    whole: bool = False
+    fallback: bool = False
     """Whether the operator has no rule that applies and runs whole on every rank."""
 
 
@@ -84,7 +84,7 @@ class Plan:
         table = [("node", "algorithm", "layout", "forward", "backward", "moves")]
         for row in self.rows:
             sent = (_amount(row.bytes_forward), _amount(row.bytes_backward))
-            name = row.node + (" (whole)" if row.whole else "")
+            name = row.node + (" (fallback)" if row.fallback else "")
             table.append((name, row.algorithm, row.layout, *sent, "; ".join(row.moves)))
         widths = [max(len(line[i]) for line in table) for i in range(5)]
         for line in table:

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from distfx.ir.moves import Move
+from distfx.ir.meta import Meta
 from distfx.ir.symbolic import show
 
 __all__ = ["readable"]
@@ -23,13 +23,13 @@ def readable(module: GraphModule, title: str) -> str:
         width = max(len(str(node.target)) for node in parameters)
         lines.append("    # parameters and buffers: how they are stored; each(...): where their gradients are summed")
         for node in parameters:
-            lines.append(f"    {node.target!s:{width}}  # {node.meta['layout']}   {_shape(node)}")
+            lines.append(f"    {node.target!s:{width}}  # {_layout(node)}   {_shape(node)}")
     heading = None
     for node in module.graph.nodes:
         if node.op in ("get_attr", "output"):
             continue
         if node.op == "placeholder":
-            lines += ["", f"    {node.name}: input  # {node.meta['layout']}   {_shape(node)}"]
+            lines += ["", f"    {node.name}: input  # {_layout(node)}   {_shape(node)}"]
             continue
         where = _where(node)
         if where and where != heading:
@@ -42,23 +42,23 @@ def readable(module: GraphModule, title: str) -> str:
 
 
 def _where(node: Node) -> str:
-    source, path = node.meta.get("source"), node.meta.get("path")
+    source, path = Meta.source.get(node), Meta.path.get(node)
     if not source:
         return str(path or "")
     return f"{os.path.basename(source[0])}:{source[1]}{f' [{path}]' if path else ''}: {source[2]}"
 
 
 def _shape(node: Node) -> str:
-    shape = node.meta.get("shape")
+    shape = Meta.shape.get(node)
     return f"({', '.join(map(show, shape))})" if shape is not None else ""
 
 
 def _notes(node: Node) -> str:
-    notes = f"{node.meta['layout']}   {_shape(node)}"
-    decision = node.meta.get("decision")
-    if decision is None or isinstance(node.meta.get("move"), Move):
+    notes = f"{_layout(node)}   {_shape(node)}"
+    decision = Meta.decision.get(node)
+    if decision is None or Meta.move.is_set(node):
         return notes
-    named = decision.whole or (decision.spec is not None and decision.spec.row.anchor)
+    named = decision.fallback or (decision.spec is not None and decision.spec.rule.anchor)
     return f"{notes}   {decision.algorithm}" if named else notes
 
 
@@ -78,3 +78,8 @@ def _literal(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_literal(item) for item in value)}]"
     return show(value) if isinstance(value, sympy.Expr) else repr(value)
+
+
+def _layout(node: Node) -> str:
+    layout = Meta.layout.get(node)
+    return "" if layout is None else str(layout)

@@ -10,9 +10,9 @@ word for each dim:
 
 A factor that an operand has but the result has not is summed over.
 
->>> parse("n (g c) [s]..., (g k) c _... -> n (g k) s...", rank=2).operands[0]
-(Word(factors=('n',), window=False), Word(factors=('g', 'c'), window=False), Word(factors=('h',), window=True), \
-Word(factors=('w',), window=True))
+>>> x = parse("n (g c) [s]..., (g k) c _... -> n (g k) s...", rank=2).operands[0]
+>>> x[1], x[2]
+(DimPattern(factors=('g', 'c'), window=False), DimPattern(factors=('h',), window=True))
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Pattern", "Word", "parse"]
+__all__ = ["DimPattern", "Pattern", "parse"]
 
 
 @dataclass(frozen=True)
-class Word:
+class DimPattern:
     """One dim of an operand: its factors, major first (none: it stays whole)."""
 
     factors: tuple[str, ...]
     window: bool = False
 
 
-Words = tuple[Word, ...]
+DimPatterns = tuple[DimPattern, ...]
 
 
 @dataclass(frozen=True)
 class Pattern:
     """A parsed rule."""
 
-    operands: tuple[Words, ...]
-    result: Words
+    operands: tuple[DimPatterns, ...]
+    result: DimPatterns
 
 
 _WORD = re.compile(r"\(([\w ]+)\)|\[(\w+)\]|(\w+)")
 SPACE = {0: (), 1: ("w",), 2: ("h", "w"), 3: ("d", "h", "w")}
 
 
-def _words(text: str, rank: int) -> Words:
-    words: list[Word] = []
+def _words(text: str, rank: int) -> DimPatterns:
+    words: list[DimPattern] = []
     for token in re.findall(r"\([^)]*\)\S*|\S+", text.strip()):
         repeated = token.endswith("...")
         match = _WORD.fullmatch(token.removesuffix("..."))
@@ -58,7 +58,7 @@ def _words(text: str, rank: int) -> Words:
         names = tuple((merged or window or single).split())
         for name in SPACE[rank] if repeated else ("",):
             factors = tuple(name if repeated and factor == "s" else factor for factor in names)
-            words.append(Word(tuple(f for f in factors if f != "_"), bool(window)))
+            words.append(DimPattern(tuple(f for f in factors if f != "_"), bool(window)))
     return tuple(words)
 
 

@@ -8,12 +8,24 @@ import torch
 from torch.fx import Node
 
 from distfx.ir import ops
+from distfx.ir.meta import meta
 from distfx.ir.nodes import arguments, operator_of
 from distfx.ir.ops import LocalPart
-from distfx.passes.losses import ELEMENTWISE
-from distfx.rules.row import Call, Row, Site, Sized, Spec, aten, dims_spec, unchanged
+from distfx.rules.rule import BoundCall, Call, LocalContext, OpSpec, Rule, aten, spec_from_dims, unchanged
 
-__all__ = ["BIAS", "DROPOUT", "POINTWISE", "PRELU", "ROWS", "draws", "is_pointwise", "is_random"]
+__all__ = ["BIAS", "DROPOUT", "ELEMENTWISE_LOSSES", "POINTWISE", "PRELU", "RULES", "draws", "is_pointwise", "is_random"]
+
+ELEMENTWISE_LOSSES = {
+    aten.mse_loss.default,
+    aten.l1_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.kl_div.default,
+    aten.soft_margin_loss.default,
+}
+"""Losses that are pointwise where they are not reduced."""
 
 _ALSO_POINTWISE = {
     aten.clone.default,
@@ -39,7 +51,7 @@ _ALSO_POINTWISE = {
     aten._conj.default,
     aten.lift_fresh_copy.default,
     aten.imag.default,
-    *ELEMENTWISE,
+    *ELEMENTWISE_LOSSES,
 }
 
 _UNTAGGED = (
@@ -83,21 +95,21 @@ def is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
 
 
-def _pointwise_spec(row: Row, node: Node) -> Spec | None:
+def _pointwise_spec(rule: Rule, node: Node) -> OpSpec | None:
     """Operands broadcast from the right: a dim of one stays whole."""
-    shape = node.meta["shape"]
+    shape = meta(node).shape
     operands: list[tuple[Node, list[int | None]]] = []
     for operand in node.all_input_nodes:
-        other = operand.meta["shape"]
+        other = meta(operand).shape
         first = len(shape) - len(other)
         if first < 0:
             return None
         numbers = [None if size == 1 and shape[first + i] != 1 else first + i for i, size in enumerate(other)]
         operands.append((operand, numbers))
-    return dims_spec(row, node, operands, list(range(len(shape))))
+    return spec_from_dims(rule, node, operands, list(range(len(shape))))
 
 
-def _check_pointwise(call: Sized) -> str | None:
+def _check_pointwise(call: BoundCall) -> str | None:
     shapes = [call.operand(i) for i in range(len(call.spec.operands))]
     try:
         torch.broadcast_shapes(*shapes)
@@ -106,45 +118,45 @@ def _check_pointwise(call: Sized) -> str | None:
     return None
 
 
-POINTWISE = Row("pointwise", "... -> ...", unchanged, build=_pointwise_spec, check=_check_pointwise, cost="nothing")
+POINTWISE = Rule("pointwise", "... -> ...", unchanged, build=_pointwise_spec, check=_check_pointwise, cost="nothing")
 
 
-def _bias_spec(row: Row, node: Node) -> Spec | None:
+def _bias_spec(rule: Rule, node: Node) -> OpSpec | None:
     """A bias along dim 1 of a convolution's result, or along the last of a linear layer's."""
     x, bias = node.args
     assert isinstance(x, Node) and isinstance(bias, Node)
-    every = list(range(len(node.meta["shape"])))
-    return dims_spec(row, node, [(x, every), (bias, [every[node.meta["bias_dim"]]])], every)
+    every = list(range(len(meta(node).shape)))
+    return spec_from_dims(rule, node, [(x, every), (bias, [every[meta(node).bias_dim]])], every)
 
 
-def _local_bias(site: Site) -> Call:
-    return ops.add_bias, site.args, {"dim": site.node.meta["bias_dim"]}
+def _local_bias(context: LocalContext) -> Call:
+    return ops.add_bias, context.args, {"dim": meta(context.node).bias_dim}
 
 
-BIAS = Row("bias", "n k s..., k -> n k s...", _local_bias, build=_bias_spec, cost="nothing")
+BIAS = Rule("bias", "n k s..., k -> n k s...", _local_bias, build=_bias_spec, cost="nothing")
 
 
-def _prelu_spec(row: Row, node: Node) -> Spec | None:
+def _prelu_spec(rule: Rule, node: Node) -> OpSpec | None:
     """One slope for each channel, or one for all."""
     x, slope = node.args
     assert isinstance(x, Node) and isinstance(slope, Node)
-    every = list(range(len(node.meta["shape"])))
-    each = 1 if slope.meta["shape"] != (1,) and len(every) > 1 else None
-    return dims_spec(row, node, [(x, every), (slope, [each])], every)
+    every = list(range(len(meta(node).shape)))
+    each = 1 if meta(slope).shape != (1,) and len(every) > 1 else None
+    return spec_from_dims(rule, node, [(x, every), (slope, [each])], every)
 
 
-PRELU = Row("prelu", "n c s..., c -> n c s...", unchanged, build=_prelu_spec, cost="nothing")
+PRELU = Rule("prelu", "n c s..., c -> n c s...", unchanged, build=_prelu_spec, cost="nothing")
 
 
-def _pick_spec(row: Row, node: Node) -> Spec | None:
+def _pick_spec(rule: Rule, node: Node) -> OpSpec | None:
     """Every position looks up one of its classes."""
     values, target = node.args[:2]
     assert isinstance(values, Node) and isinstance(target, Node)
-    every: list[int | None] = list(range(len(node.meta["shape"])))
-    return dims_spec(row, node, [(values, [*every[:1], None, *every[1:]]), (target, every)], every)
+    every: list[int | None] = list(range(len(meta(node).shape)))
+    return spec_from_dims(rule, node, [(values, [*every[:1], None, *every[1:]]), (target, every)], every)
 
 
-def _check_pick(call: Sized) -> str | None:
+def _check_pick(call: BoundCall) -> str | None:
     values, target = call.operand(0), call.operand(1)
     want = (*values[:1], *values[2:]) if len(values) > 1 else ()
     if target == want:
@@ -152,7 +164,7 @@ def _check_pick(call: Sized) -> str | None:
     return f"meets a target of shape {target} and values of shape {values}: one class for each position is {want}"
 
 
-PICK = Row(
+PICK = Rule(
     "class of a target",
     "n _ s..., n s... -> n s...",
     unchanged,
@@ -162,34 +174,34 @@ PICK = Row(
 )
 
 
-def _class_weights_spec(row: Row, node: Node) -> Spec | None:
+def _class_weights_spec(rule: Rule, node: Node) -> OpSpec | None:
     target, weight = node.args[:2]
     assert isinstance(target, Node) and isinstance(weight, Node)
-    every: list[int | None] = list(range(len(node.meta["shape"])))
-    return dims_spec(row, node, [(target, every), (weight, [None])], every)
+    every: list[int | None] = list(range(len(meta(node).shape)))
+    return spec_from_dims(rule, node, [(target, every), (weight, [None])], every)
 
 
-CLASS_WEIGHTS = Row("weight of a target", "..., _ -> ...", unchanged, build=_class_weights_spec, cost="nothing")
+CLASS_WEIGHTS = Rule("weight of a target", "..., _ -> ...", unchanged, build=_class_weights_spec, cost="nothing")
 
 
-def _dropout_spec(row: Row, node: Node) -> Spec | None:
+def _dropout_spec(rule: Rule, node: Node) -> OpSpec | None:
     x = node.args[0]
     assert isinstance(x, Node)
-    every = list(range(len(node.meta["shape"])))
-    return dims_spec(row, node, [(x, every)], every)
+    every = list(range(len(meta(node).shape)))
+    return spec_from_dims(rule, node, [(x, every)], every)
 
 
-def _local_dropout(site: Site) -> Call:
+def _local_dropout(context: LocalContext) -> Call:
     """Ranks with the same part of the mask draw the same one, others independent ones."""
-    features = site.node.target is aten.feature_dropout.default
-    dims = site.layout.dims[:2] if features else site.layout.dims
+    features = context.node.target is aten.feature_dropout.default
+    dims = context.layout.dims[:2] if features else context.layout.dims
     part = LocalPart(tuple(axis for split in dims for axis in split.axes))
-    return ops.dropout, (site.args[0],), {"p": site.args[1], "features": features, "part": part}
+    return ops.dropout, (context.args[0],), {"p": context.args[1], "features": features, "part": part}
 
 
-DROPOUT = Row("dropout", "... -> ...", _local_dropout, build=_dropout_spec, cost="eight bytes a pass: rank 0's seed")
+DROPOUT = Rule("dropout", "... -> ...", _local_dropout, build=_dropout_spec, cost="eight bytes a pass: rank 0's seed")
 
-ROWS: dict[Any, Row] = {
+RULES: dict[Any, Rule] = {
     ops.add_bias: BIAS,
     ops.straight: POINTWISE,
     ops.pick_class: PICK,

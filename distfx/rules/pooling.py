@@ -10,18 +10,19 @@ from torch.fx import Node
 
 from distfx.ir import ops
 from distfx.ir.layout import Window
+from distfx.ir.meta import meta
 from distfx.ir.nodes import arguments, operator_of
 from distfx.ir.ops import LocalSize, LocalStart
 from distfx.rules.reduction import local_mean, reduce_inside, reduction
-from distfx.rules.row import Call, Choice, Row, Site, Spec, aten, dims_spec, unchanged
+from distfx.rules.rule import Call, LocalContext, OpSpec, Rule, RuleChoice, aten, spec_from_dims, unchanged
 
-__all__ = ["ADAPTIVE", "AVG_POOL", "MAX_POOL", "ROWS"]
+__all__ = ["ADAPTIVE", "AVG_POOL", "MAX_POOL", "RULES"]
 
 
 def _pool_arguments(node: Node) -> dict[str, Any]:
     """Kernel, stride, padding and dilation of a pooling call for each spatial dim, with the rest by name."""
     values = arguments(node)
-    rank = len(node.meta["shape"]) - 2
+    rank = len(meta(node).shape) - 2
 
     def each(name: str, default: Any) -> list[int]:
         value = values.get(name)
@@ -42,27 +43,31 @@ def _pool_windows(node: Node) -> list[Window]:
     return [Window(lo=p, hi=d * (k - 1) + 1 - s - p, mul=s) for k, s, p, d in sizes]
 
 
-def _local_max_pool(site: Site) -> Call:
-    a = _pool_arguments(site.node)
-    padding = [0 if cut else p for cut, p in zip(site.split_space(), a["padding"], strict=True)]
-    return site.node.target, (site.args[0], a["kernel_size"], a["stride"], padding, a["dilation"], a["ceil_mode"]), {}
+def _local_max_pool(context: LocalContext) -> Call:
+    a = _pool_arguments(context.node)
+    padding = [0 if cut else p for cut, p in zip(context.split_space(), a["padding"], strict=True)]
+    return (
+        context.node.target,
+        (context.args[0], a["kernel_size"], a["stride"], padding, a["dilation"], a["ceil_mode"]),
+        {},
+    )
 
 
-def _local_avg_pool(site: Site) -> Call:
-    a = _pool_arguments(site.node)
-    split, x = site.split_space(), site.args[0]
+def _local_avg_pool(context: LocalContext) -> Call:
+    a = _pool_arguments(context.node)
+    split, x = context.split_space(), context.args[0]
     padding = [0 if cut else p for cut, p in zip(split, a["padding"], strict=True)]
     include, override, ceil = a["count_include_pad"], a.get("divisor_override"), a["ceil_mode"]
     uniform = override is not None or (not ceil and (include or not any(a["padding"])))
     if uniform or not any(split):
         call = (x, a["kernel_size"], a["stride"], padding, ceil, include)
-        return site.node.target, call if len(split) == 1 else (*call, override), {}
-    blocks = {"split": split, "start": site.blocks(LocalStart), "size": site.blocks(LocalSize)}
-    extent = list(site.spec.operands[0][0].meta["shape"][2:])
+        return context.node.target, call if len(split) == 1 else (*call, override), {}
+    blocks = {"split": split, "start": context.blocks(LocalStart), "size": context.blocks(LocalSize)}
+    extent = list(meta(context.spec.operands[0][0]).shape[2:])
     return ops.avg_pool, (x, a["kernel_size"], a["stride"], a["padding"], include), blocks | {"extent": extent}
 
 
-MAX_POOL = Row(
+MAX_POOL = Rule(
     "max pooling",
     "n c [s]... -> n c s...",
     _local_max_pool,
@@ -70,7 +75,7 @@ MAX_POOL = Row(
     fill=-math.inf,
     cost="space: halos where windows cross",
 )
-AVG_POOL = Row(
+AVG_POOL = Rule(
     "average pooling",
     "n c [s]... -> n c s...",
     _local_avg_pool,
@@ -79,30 +84,30 @@ AVG_POOL = Row(
 )
 
 
-def _local_max_index(site: Site) -> Call:
+def _local_max_index(context: LocalContext) -> Call:
     """Indices are positions in the whole plane; a part starts where its first window does."""
-    split = site.split_space()
+    split = context.split_space()
     if not any(split):
-        return unchanged(site)
-    a = _pool_arguments(site.node)
+        return unchanged(context)
+    a = _pool_arguments(context.node)
     padding = [0 if cut else p for cut, p in zip(split, a["padding"], strict=True)]
     first = [
         LocalStart(size, part, stride, -p) if cut else 0
         for size, part, stride, p, cut in zip(
-            site.node.meta["shape"][2:], site.layout.dims[2:], a["stride"], a["padding"], split, strict=True
+            meta(context.node).shape[2:], context.layout.dims[2:], a["stride"], a["padding"], split, strict=True
         )
     ]
-    extent = list(site.spec.operands[0][0].meta["shape"][2:])
-    words = {"extent": extent, "first": first, "size": site.blocks(LocalSize)}
-    call = (site.args[0], a["kernel_size"], a["stride"], padding, a["dilation"], a["ceil_mode"])
+    extent = list(meta(context.spec.operands[0][0]).shape[2:])
+    words = {"extent": extent, "first": first, "size": context.blocks(LocalSize)}
+    call = (context.args[0], a["kernel_size"], a["stride"], padding, a["dilation"], a["ceil_mode"])
     return ops.max_pool_index, call, words
 
 
 MAX_INDEX = replace(MAX_POOL, name="indices of max pooling", local=_local_max_index, cost="as max pooling")
 
 
-def _with_indices(node: Node) -> Row | None:
-    assert isinstance(node.target, ops.Nth)
+def _with_indices(node: Node) -> Rule | None:
+    assert isinstance(node.target, ops.OpOutput)
     return MAX_POOL if node.target.index == 0 else MAX_INDEX
 
 
@@ -117,35 +122,35 @@ def _adaptive_rank(node: Node) -> int:
 def _adaptive_kind(node: Node) -> str:
     if "avg" in str(operator_of(node)):
         return "avg"
-    return "max" if isinstance(node.target, ops.Nth) and node.target.index == 0 else "index"
+    return "max" if isinstance(node.target, ops.OpOutput) and node.target.index == 0 else "index"
 
 
-def _adaptive_spec(row: Row, node: Node) -> Spec | None:
+def _adaptive_spec(rule: Rule, node: Node) -> OpSpec | None:
     """Output o reads ``[floor(o E / R), ceil((o+1) E / R))``."""
     x: Any = node.args[0]
-    shape = node.meta["shape"]
+    shape = meta(node).shape
     every = list(range(len(shape)))
     pooled = every[len(shape) - _adaptive_rank(node) :]
-    windows = {(0, i): Window(hi=shape[i] - 1, mul=x.meta["shape"][i], div=shape[i]) for i in pooled}
-    return dims_spec(row, node, [(x, every)], every, windows)
+    windows = {(0, i): Window(hi=shape[i] - 1, mul=meta(x).shape[i], div=shape[i]) for i in pooled}
+    return spec_from_dims(rule, node, [(x, every)], every, windows)
 
 
-def _local_adaptive(site: Site) -> Call:
-    shape = site.node.meta["shape"]
-    first = len(shape) - _adaptive_rank(site.node)
-    if not any(split.axes for split in site.layout.dims[first:]):
-        return unchanged(site)
+def _local_adaptive(context: LocalContext) -> Call:
+    shape = meta(context.node).shape
+    first = len(shape) - _adaptive_rank(context.node)
+    if not any(split.axes for split in context.layout.dims[first:]):
+        return unchanged(context)
     words = {
-        "kind": _adaptive_kind(site.node),
-        "extent": list(site.spec.operands[0][0].meta["shape"][first:]),
+        "kind": _adaptive_kind(context.node),
+        "extent": list(meta(context.spec.operands[0][0]).shape[first:]),
         "result": list(shape[first:]),
-        "start": site.blocks(LocalStart, first),
-        "size": site.blocks(LocalSize, first),
+        "start": context.blocks(LocalStart, first),
+        "size": context.blocks(LocalSize, first),
     }
-    return ops.adaptive_pool, (site.args[0],), words
+    return ops.adaptive_pool, (context.args[0],), words
 
 
-ADAPTIVE = Row(
+ADAPTIVE = Rule(
     "adaptive pooling",
     "n c [s]... -> n c s...",
     _local_adaptive,
@@ -155,7 +160,7 @@ ADAPTIVE = Row(
 
 
 def _pooled(node: Node) -> list[int]:
-    rank = len(node.meta["shape"])
+    rank = len(meta(node).shape)
     return list(range(rank - _adaptive_rank(node), rank))
 
 
@@ -180,28 +185,28 @@ GLOBAL_MAX = reduction(
 )
 
 
-def _adaptive(node: Node) -> Row:
+def _adaptive(node: Node) -> Rule:
     """To a single value it is a mean or a greatest element; to others its windows vary."""
-    if any(node.meta["shape"][dim] != 1 for dim in _pooled(node)):
+    if any(meta(node).shape[dim] != 1 for dim in _pooled(node)):
         return ADAPTIVE
     return GLOBAL_AVG if _adaptive_kind(node) == "avg" else GLOBAL_MAX
 
 
-WITH_INDICES = Choice(_with_indices, (MAX_POOL, MAX_INDEX))
-ADAPTIVE_AVG = Choice(_adaptive, (GLOBAL_AVG, ADAPTIVE))
-ADAPTIVE_MAX = Choice(_adaptive, (GLOBAL_MAX, ADAPTIVE))
+WITH_INDICES = RuleChoice(_with_indices, (MAX_POOL, MAX_INDEX))
+ADAPTIVE_AVG = RuleChoice(_adaptive, (GLOBAL_AVG, ADAPTIVE))
+ADAPTIVE_MAX = RuleChoice(_adaptive, (GLOBAL_MAX, ADAPTIVE))
 
 
 # ----------------------------------------------------------------------------------------- space stays whole
 
-UNPOOL = Row(
+UNPOOL = Rule(
     "max unpooling",
     "n c _..., n c _... -> n c _...",
     unchanged,
     tensors=(0, 1),
     cost="space is gathered: indices point anywhere",
 )
-FRACTIONAL = Row(
+FRACTIONAL = Rule(
     "fractional pooling",
     "n c _..., n c _ -> n c _...",
     unchanged,
@@ -209,7 +214,7 @@ FRACTIONAL = Row(
     cost="space is gathered",
 )
 
-ROWS: dict[Any, Row | Choice] = {
+RULES: dict[Any, Rule | RuleChoice] = {
     aten.max_pool1d.default: MAX_POOL,
     aten.max_pool2d.default: MAX_POOL,
     aten.max_pool3d.default: MAX_POOL,

@@ -11,31 +11,32 @@ from typing import Any
 from torch.fx import Node
 
 from distfx.ir import ops
+from distfx.ir.meta import meta
 from distfx.ir.ops import LocalPart
-from distfx.rules.row import Call, Row, Site, Spec, aten, dims_spec
+from distfx.rules.rule import Call, LocalContext, OpSpec, Rule, aten, spec_from_dims
 
-__all__ = ["RANDOM", "ROWS"]
+__all__ = ["RANDOM", "RULES"]
 
 
-def _random_spec(row: Row, node: Node) -> Spec | None:
-    every = list(range(len(node.meta["shape"])))
-    if any(operand.meta["shape"] != node.meta["shape"] for operand in node.all_input_nodes):
+def _random_spec(rule: Rule, node: Node) -> OpSpec | None:
+    every = list(range(len(meta(node).shape)))
+    if any(meta(operand).shape != meta(node).shape for operand in node.all_input_nodes):
         return None
-    return dims_spec(row, node, [(operand, every) for operand in node.all_input_nodes], every)
+    return spec_from_dims(rule, node, [(operand, every) for operand in node.all_input_nodes], every)
 
 
-def _local_random(site: Site) -> Call:
+def _local_random(context: LocalContext) -> Call:
     """The operator's name is an argument: the drawing is done by :class:`distfx.runtime.kernels.random.Draw`."""
-    part = LocalPart(tuple(axis for split in site.layout.dims for axis in split.axes))
-    name = str(site.node.target).removeprefix("aten.")
-    return ops.draw, site.args, dict(site.node.kwargs) | {"operator": name, "part": part}
+    part = LocalPart(tuple(axis for split in context.layout.dims for axis in split.axes))
+    name = str(context.node.target).removeprefix("aten.")
+    return ops.draw, context.args, dict(context.node.kwargs) | {"operator": name, "part": part}
 
 
-RANDOM = Row(
+RANDOM = Rule(
     "random numbers", "... -> ...", _local_random, build=_random_spec, cost="eight bytes a pass: rank 0's seed"
 )
 
-ROWS: dict[Any, Row] = {
+RULES: dict[Any, Rule] = {
     aten.rand.default: RANDOM,
     aten.randn.default: RANDOM,
     aten.rand_like.default: RANDOM,

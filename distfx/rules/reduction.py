@@ -9,19 +9,20 @@ from typing import Any
 from torch.fx import Node
 
 from distfx.ir import ops
+from distfx.ir.meta import meta
 from distfx.ir.nodes import arguments, operator_of
 from distfx.ir.ops import LocalPart, LocalStart
 from distfx.ir.symbolic import product
-from distfx.rules.row import Call, Choice, Row, Site, Spec, aten, dims_spec, unchanged
+from distfx.rules.rule import Call, LocalContext, OpSpec, Rule, RuleChoice, aten, spec_from_dims, unchanged
 
-__all__ = ["MEAN", "ROWS", "SOFTMAX", "SUM", "local_mean", "reduce_inside", "reduction"]
+__all__ = ["MEAN", "RULES", "SOFTMAX", "SUM", "local_mean", "reduce_inside", "reduction"]
 
 
 def _reduced(node: Node) -> Sequence[int]:
     """The dims a reduction runs over, or all."""
     x: Any = node.args[0]
     dims: Any = arguments(node).get("dim")
-    rank = len(x.meta["shape"])
+    rank = len(meta(x).shape)
     if dims is None or dims == []:
         return range(rank)
     return sorted(d % rank for d in ([dims] if isinstance(dims, int) else dims)) if rank else []
@@ -32,35 +33,35 @@ def reduction(
     pattern: str,
     dims: Callable[[Node], Sequence[int]],
     *,
-    local: Callable[[Site], Call],
+    local: Callable[[LocalContext], Call],
     split: bool = True,
     inside: bool = False,
     cost: str,
-) -> Row:
+) -> Rule:
     """A row for a reduction over ``dims``, kept as ones or dropped. They may be split (``split``), leaving a partial
     sum, or where the operator reduces ``inside`` a result that is whole."""
 
-    def build(row: Row, node: Node) -> Spec | None:
+    def build(rule: Rule, node: Node) -> OpSpec | None:
         x: Any = node.args[0]
-        rank, over = len(x.meta["shape"]), set(dims(node))
-        keeps = len(node.meta["shape"]) == rank
+        rank, over = len(meta(x).shape), set(dims(node))
+        keeps = len(meta(node).shape) == rank
         result = [None if i in over else i for i in range(rank) if keeps or i not in over]
         source = [i if split or i not in over else None for i in range(rank)]
-        spec = dims_spec(row, node, [(x, source)], result)
+        spec = spec_from_dims(rule, node, [(x, source)], result)
         return replace(spec, inside=frozenset(f"d{i}" for i in over)) if inside else spec
 
-    return Row(name, pattern, local, build=build, cost=cost)
+    return Rule(name, pattern, local, build=build, cost=cost)
 
 
-def local_mean(dims: Callable[[Node], Sequence[int]]) -> Callable[[Site], Call]:
-    def local(site: Site) -> Call:
-        if not site.layout.partial:
-            return unchanged(site)
-        shape = site.spec.operands[0][0].meta["shape"]
-        over = list(dims(site.node))
-        words = {"keepdim": len(site.node.meta["shape"]) == len(shape), "count": product(shape[dim] for dim in over)}
-        dtype = {key: value for key, value in site.node.kwargs.items() if key == "dtype"}
-        return ops.mean, (site.args[0], over), words | dtype
+def local_mean(dims: Callable[[Node], Sequence[int]]) -> Callable[[LocalContext], Call]:
+    def local(context: LocalContext) -> Call:
+        if not context.layout.partial:
+            return unchanged(context)
+        shape = meta(context.spec.operands[0][0]).shape
+        over = list(dims(context.node))
+        words = {"keepdim": len(meta(context.node).shape) == len(shape), "count": product(shape[dim] for dim in over)}
+        dtype = {key: value for key, value in context.node.kwargs.items() if key == "dtype"}
+        return ops.mean, (context.args[0], over), words | dtype
 
     return local
 
@@ -74,19 +75,19 @@ SUM = reduction("sum", "... -> ...", _reduced, local=unchanged, cost="an allredu
 
 def reduce_inside(
     kind: str | Callable[[Node], str], dims: Callable[[Node], Sequence[int]] = _reduced, **extra: Callable[[Node], Any]
-) -> Callable[[Site], Call]:
+) -> Callable[[LocalContext], Call]:
     """Over split dims ``ops.reduce`` of a kind (see :mod:`distfx.runtime.kernels.reduce`), else the call itself."""
 
-    def local(site: Site) -> Call:
-        node, over = site.node, list(dims(site.node))
-        x, splits = site.spec.operands[0][0], site.operands[0].dims
+    def local(context: LocalContext) -> Call:
+        node, over = context.node, list(dims(context.node))
+        x, splits = context.spec.operands[0][0], context.operands[0].dims
         axes = tuple(axis for dim in over for axis in splits[dim].axes)
         if not axes:
-            return unchanged(site)
+            return unchanged(context)
         name = kind if isinstance(kind, str) else kind(node)
-        shape = x.meta["shape"]
+        shape = meta(x).shape
         words: dict[str, Any] = {"kind": name, "dims": over, "axis": axes}
-        if len(node.meta["shape"]) == len(shape) and name not in _KEEPING:
+        if len(meta(node).shape) == len(shape) and name not in _KEEPING:
             words["keepdim"] = True
         if name in _PLACED:
             words["start"] = [LocalStart(shape[dim], splits[dim]) for dim in over]
@@ -95,10 +96,10 @@ def reduce_inside(
         if name in _STACKED:
             words["part"] = LocalPart(axes)
         dtype = arguments(node).get("dtype")
-        if dtype is None and name in _STACKED and not node.meta["dtype"].is_floating_point:
-            dtype = node.meta["dtype"]  # integers are added as int64
+        if dtype is None and name in _STACKED and not meta(node).dtype.is_floating_point:
+            dtype = meta(node).dtype  # integers are added as int64
         words |= {"dtype": dtype} if dtype is not None else {}
-        return ops.reduce, (site.args[0],), words | {key: value(node) for key, value in extra.items()}
+        return ops.reduce, (context.args[0],), words | {key: value(node) for key, value in extra.items()}
 
     return local
 
@@ -108,7 +109,7 @@ _PLACED = ("max", "min", "argmax", "argmin")
 _STACKED = ("prod", "cumsum", "cumprod")
 
 
-def _inner(name: str, kind: str | Callable[[Node], str], cost: str, **extra: Callable[[Node], Any]) -> Row:
+def _inner(name: str, kind: str | Callable[[Node], str], cost: str, **extra: Callable[[Node], Any]) -> Rule:
     """A row of a reduction that reduces inside."""
     local = reduce_inside(kind, **extra)
     return reduction(name, "... -> ...", _reduced, local=local, inside=True, cost=cost)
@@ -117,7 +118,7 @@ def _inner(name: str, kind: str | Callable[[Node], str], cost: str, **extra: Cal
 def _name(node: Node) -> str:
     """``amax``, ``argmin``, ``max``, ``prod``, ``var``, ... after the operator."""
     name = str(operator_of(node)).split(".")[1].removesuffix("_mean")
-    return f"a{name}" if name in ("max", "min") and not isinstance(node.target, ops.Nth) else name
+    return f"a{name}" if name in ("max", "min") and not isinstance(node.target, ops.OpOutput) else name
 
 
 def _correction(node: Node) -> float:
@@ -138,26 +139,26 @@ PRODUCT = _inner("product", "prod", "an allreduce of every rank's result")
 
 def _aminmax(node: Node) -> str:
     """Its two results are the least and the greatest."""
-    assert isinstance(node.target, ops.Nth)
+    assert isinstance(node.target, ops.OpOutput)
     return ("amin", "amax")[node.target.index]
 
 
-def _picked(node: Node) -> Row | None:
+def _picked(node: Node) -> Rule | None:
     """``max`` of a dim gives values and indices; of several (``aminmax``) both extremes."""
-    if not isinstance(node.target, ops.Nth):
+    if not isinstance(node.target, ops.OpOutput):
         return EXTREME
     return ARGUMENT if node.target.index == 0 else INDEX
 
 
-def _moments(node: Node) -> Row | None:
+def _moments(node: Node) -> Rule | None:
     """``var_mean`` and ``std_mean`` have the one and the other as their results."""
-    assert isinstance(node.target, ops.Nth)
+    assert isinstance(node.target, ops.OpOutput)
     return VARIANCE if node.target.index == 0 else MEAN
 
 
 INDEX = replace(ARGUMENT, local=reduce_inside(lambda node: f"arg{_name(node)}"))
-PICKED = Choice(_picked, (ARGUMENT, INDEX))
-MOMENTS = Choice(_moments, (VARIANCE, MEAN))
+PICKED = RuleChoice(_picked, (ARGUMENT, INDEX))
+MOMENTS = RuleChoice(_moments, (VARIANCE, MEAN))
 AMINMAX = replace(EXTREME, local=reduce_inside(_aminmax))
 
 
@@ -166,16 +167,16 @@ AMINMAX = replace(EXTREME, local=reduce_inside(_aminmax))
 
 def _along(node: Node) -> Sequence[int]:
     dim: Any = node.args[1]
-    return [dim % max(1, len(node.meta["shape"]))]
+    return [dim % max(1, len(meta(node).shape))]
 
 
-def _along_spec(split: bool) -> Callable[[Row, Node], Spec | None]:
+def _along_spec(split: bool) -> Callable[[Rule, Node], OpSpec | None]:
     """Every dim may be split, or all but the one it runs along."""
 
-    def build(row: Row, node: Node) -> Spec | None:
+    def build(rule: Rule, node: Node) -> OpSpec | None:
         x: Any = node.args[0]
-        words = [i if split or i not in _along(node) else None for i in range(len(node.meta["shape"]))]
-        return dims_spec(row, node, [(x, words)], words)
+        words = [i if split or i not in _along(node) else None for i in range(len(meta(node).shape))]
+        return spec_from_dims(rule, node, [(x, words)], words)
 
     return build
 
@@ -184,21 +185,21 @@ def _softmax_kind(node: Node) -> str:
     return "log_softmax" if "log_softmax" in str(node.target) else "softmax"
 
 
-SOFTMAX = Row(
+SOFTMAX = Rule(
     "softmax",
     "... -> ...",
     reduce_inside(_softmax_kind, _along),
     build=_along_spec(True),
     cost="over a split dim two allreduces of a value a row, and one backward",
 )
-CUMULATIVE = Row(
+CUMULATIVE = Rule(
     "cumulative",
     "... -> ...",
     reduce_inside(_name, _along),
     build=_along_spec(True),
     cost="over a split dim an allreduce of every rank's value a row, and one backward",
 )
-RANKED = Row(
+RANKED = Rule(
     "ranked",
     "... _ -> ... _",
     unchanged,
@@ -209,7 +210,7 @@ WHOLE = reduction(
     "other reductions", "... -> ...", _reduced, local=unchanged, split=False, cost="the reduced dims are gathered"
 )
 
-ROWS: dict[Any, Row | Choice] = {
+RULES: dict[Any, Rule | RuleChoice] = {
     aten.mean.dim: MEAN,
     aten.mean.default: MEAN,
     aten.sum.dim_IntList: SUM,

@@ -13,12 +13,13 @@ from torch.fx import Node
 
 from distfx.ir import ops
 from distfx.ir.layout import Window
+from distfx.ir.meta import meta
 from distfx.ir.nodes import arguments
 from distfx.ir.ops import LocalSize, LocalStart
 from distfx.ir.symbolic import Size, maximum
-from distfx.rules.row import Call, Row, Site, Spec, aten, dims_spec, unchanged
+from distfx.rules.rule import Call, LocalContext, OpSpec, Rule, aten, spec_from_dims, unchanged
 
-__all__ = ["RESAMPLE", "ROWS"]
+__all__ = ["RESAMPLE", "RULES"]
 
 _KINDS = {
     "nearest": (0, 0),
@@ -47,12 +48,12 @@ def _ratio(scale: float | None, before: Size, after: Size) -> tuple[Size, Size]:
 def _windows(node: Node) -> list[Window]:
     a = arguments(node)
     x: Any = node.args[0]
-    rank = len(node.meta["shape"]) - 2
+    rank = len(meta(node).shape) - 2
     scales = a.get("scale_factors") or [None] * rank
     first, last = _KINDS[_kind(node)]
     result = []
     for i in range(rank):
-        before, after = x.meta["shape"][2 + i], node.meta["shape"][2 + i]
+        before, after = meta(x).shape[2 + i], meta(node).shape[2 + i]
         mul, div = _ratio(scales[i], before, after)
         offset: Size = 0
         if a.get("align_corners"):
@@ -64,36 +65,36 @@ def _windows(node: Node) -> list[Window]:
     return result
 
 
-def _resample_spec(row: Row, node: Node) -> Spec | None:
+def _resample_spec(rule: Rule, node: Node) -> OpSpec | None:
     x: Any = node.args[0]
-    every = list(range(len(node.meta["shape"])))
-    return dims_spec(row, node, [(x, every)], every, {(0, 2 + i): w for i, w in enumerate(_windows(node))})
+    every = list(range(len(meta(node).shape)))
+    return spec_from_dims(rule, node, [(x, every)], every, {(0, 2 + i): w for i, w in enumerate(_windows(node))})
 
 
-def _local_resample(site: Site) -> Call:
-    node = site.node
-    split = [bool(site.axes.get(f"d{i}")) for i in range(2, len(node.meta["shape"]))]
+def _local_resample(context: LocalContext) -> Call:
+    node = context.node
+    split = [bool(context.axes.get(f"d{i}")) for i in range(2, len(meta(node).shape))]
     if not any(split):
-        return unchanged(site)
+        return unchanged(context)
     a = arguments(node)
     words = {
         "kind": _kind(node),
         "align": bool(a.get("align_corners")),
         "scales": list(a.get("scale_factors") or [None] * len(split)),
-        "extent": list(site.spec.operands[0][0].meta["shape"][2:]),
-        "result": list(node.meta["shape"][2:]),
+        "extent": list(meta(context.spec.operands[0][0]).shape[2:]),
+        "result": list(meta(node).shape[2:]),
         "first": [[w.lo, w.mul, w.div] if cut else None for w, cut in zip(_windows(node), split, strict=True)],
-        "start": site.blocks(LocalStart),
-        "size": site.blocks(LocalSize),
+        "start": context.blocks(LocalStart),
+        "size": context.blocks(LocalSize),
     }
-    return ops.resample, (site.args[0],), words
+    return ops.resample, (context.args[0],), words
 
 
-RESAMPLE = Row(
+RESAMPLE = Rule(
     "resample", "n c [s]... -> n c s...", _local_resample, build=_resample_spec, cost="space: the rows that blocks read"
 )
 
-ROWS: dict[Any, Row] = {
+RULES: dict[Any, Rule] = {
     aten.upsample_nearest1d.vec: RESAMPLE,
     aten.upsample_nearest2d.vec: RESAMPLE,
     aten.upsample_nearest3d.vec: RESAMPLE,

@@ -10,41 +10,42 @@ from torch.fx import Node
 
 from distfx.ir import ops
 from distfx.ir.layout import Window
+from distfx.ir.meta import meta
 from distfx.ir.symbolic import Size, product, size_of
-from distfx.rules.notation import Word
-from distfx.rules.row import Call, Row, Site, Sized, Spec, aten, dims_spec, unchanged
+from distfx.rules.notation import DimPattern
+from distfx.rules.rule import BoundCall, Call, LocalContext, OpSpec, Rule, aten, spec_from_dims, unchanged
 
-__all__ = ["CAT", "EXPAND", "FLIP", "PAD", "PERMUTE", "RESHAPE", "ROLL", "ROWS", "SELECT", "SLICE"]
+__all__ = ["CAT", "EXPAND", "FLIP", "PAD", "PERMUTE", "RESHAPE", "ROLL", "RULES", "SELECT", "SLICE"]
 
 
 def _pad_widths(node: Node) -> list[tuple[Any, Any]]:
     """For each dim the width before and after, from the first dim on."""
-    rank = len(node.meta["shape"])
+    rank = len(meta(node).shape)
     flat: list[Any] = list(node.args[1])  # type: ignore[arg-type]
     pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
     return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
 
 
-def _pad_spec(row: Row, node: Node) -> Spec | None:
+def _pad_spec(rule: Rule, node: Node) -> OpSpec | None:
     x: Any = node.args[0]
     widths = _pad_widths(node)
     every = list(range(len(widths)))
     windows = {(0, i): Window(lo=lo, hi=-lo) for i, (lo, hi) in enumerate(widths) if (lo, hi) != (0, 0)}
     mode = str(node.args[2]) if len(node.args) > 2 else "constant"
     value: Any = node.args[3] if len(node.args) > 3 else None
-    return dims_spec(row, node, [(x, every)], every, windows, mode, float(value or 0.0))
+    return spec_from_dims(rule, node, [(x, every)], every, windows, mode, float(value or 0.0))
 
 
-def _local_pad(site: Site) -> Call:
-    args = site.args
-    widths = [(0, 0) if site.axes.get(f"d{i}") else pair for i, pair in enumerate(_pad_widths(site.node))]
+def _local_pad(context: LocalContext) -> Call:
+    args = context.args
+    widths = [(0, 0) if context.axes.get(f"d{i}") else pair for i, pair in enumerate(_pad_widths(context.node))]
     flat = [width for pair in widths[::-1] for width in pair][: len(args[1])]
     if all(width == 0 for width in flat):
         return aten.alias.default, (args[0],), {}
     return aten.pad.default, (args[0], flat, *args[2:]), {}
 
 
-def _check_pad(call: Sized) -> str | None:
+def _check_pad(call: BoundCall) -> str | None:
     if call.spec.mode not in ("reflect", "circular"):
         return None
     source = call.operand(0)
@@ -56,7 +57,7 @@ def _check_pad(call: Sized) -> str | None:
     return None
 
 
-PAD = Row(
+PAD = Rule(
     "pad",
     "... -> ...",
     _local_pad,
@@ -71,136 +72,138 @@ def _slice_bounds(node: Node) -> tuple[int, Any, Any]:
     args = [*node.args, *(None,) * (5 - len(node.args))]
     x: Any = args[0]
     dim: Any = args[1] or 0
-    dim %= len(x.meta["shape"])
+    dim %= len(meta(x).shape)
     start: Any = 0 if args[2] is None else args[2]
-    extent = x.meta["shape"][dim]
+    extent = meta(x).shape[dim]
     if start.is_negative if isinstance(start, sympy.Expr) else start < 0:
         start = extent + start
         start = max(0, start) if isinstance(start, int) else start
     return dim, start, 1 if args[4] is None else args[4]
 
 
-def _slice_spec(row: Row, node: Node) -> Spec | None:
+def _slice_spec(rule: Rule, node: Node) -> OpSpec | None:
     x: Any = node.args[0]
     dim, start, step = _slice_bounds(node)
-    every = list(range(len(node.meta["shape"])))
+    every = list(range(len(meta(node).shape)))
     if isinstance(start, sympy.Expr) and start.is_nonnegative is not True:
         whole = [None if i == dim else i for i in every]
-        return dims_spec(row, node, [(x, whole)], whole)
-    return dims_spec(row, node, [(x, every)], every, {(0, dim): Window(lo=-start, hi=start + 1 - step, mul=step)})
+        return spec_from_dims(rule, node, [(x, whole)], whole)
+    return spec_from_dims(rule, node, [(x, every)], every, {(0, dim): Window(lo=-start, hi=start + 1 - step, mul=step)})
 
 
-def _local_slice(site: Site) -> Call:
-    dim, _, step = _slice_bounds(site.node)
-    if not site.axes.get(f"d{dim}"):
-        return unchanged(site)
+def _local_slice(context: LocalContext) -> Call:
+    dim, _, step = _slice_bounds(context.node)
+    if not context.axes.get(f"d{dim}"):
+        return unchanged(context)
     if step == 1:
-        return aten.alias.default, (site.args[0],), {}
-    return aten.slice.Tensor, (site.args[0], dim, 0, 2**63 - 1, step), {}
+        return aten.alias.default, (context.args[0],), {}
+    return aten.slice.Tensor, (context.args[0], dim, 0, 2**63 - 1, step), {}
 
 
-SLICE = Row("slice", "... [d] ... -> ... d ...", _local_slice, build=_slice_spec, cost="what changes its owner")
+SLICE = Rule("slice", "... [d] ... -> ... d ...", _local_slice, build=_slice_spec, cost="what changes its owner")
 
 
-def _select_spec(row: Row, node: Node) -> Spec | None:
+def _select_spec(rule: Rule, node: Node) -> OpSpec | None:
     x: Any = node.args[0]
-    rank = len(x.meta["shape"])
+    rank = len(meta(x).shape)
     dim: Any = node.args[1]
     source = [None if i == dim % rank else i for i in range(rank)]
-    return dims_spec(row, node, [(x, source)], [i for i in source if i is not None])
+    return spec_from_dims(rule, node, [(x, source)], [i for i in source if i is not None])
 
 
-SELECT = Row("select", "... _ ... -> ...", unchanged, build=_select_spec, cost="the selected dim is gathered")
+SELECT = Rule("select", "... _ ... -> ...", unchanged, build=_select_spec, cost="the selected dim is gathered")
 
 
-def _cat_spec(row: Row, node: Node) -> Spec | None:
+def _cat_spec(rule: Rule, node: Node) -> OpSpec | None:
     """Along a split dim every operand gives the block's part of it and zeros elsewhere; they are added."""
     operands: Any = node.args[0]
     dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    rank = len(node.meta["shape"])
-    if any(len(x.meta["shape"]) != rank for x in operands):
+    rank = len(meta(node).shape)
+    if any(len(meta(x).shape) != rank for x in operands):
         return None
     dim %= rank
     every: list[int | None] = list(range(rank))
     if len(set(operands)) < len(operands) or len(operands) == 1:
         whole: list[int | None] = [None if i == dim else i for i in every]
-        return dims_spec(row, node, [(x, whole) for x in dict.fromkeys(operands)], whole)
+        return spec_from_dims(rule, node, [(x, whole) for x in dict.fromkeys(operands)], whole)
     windows, offset = {}, 0
     for number, x in enumerate(operands):
         windows[number, dim] = Window(lo=offset, hi=-offset)
-        offset = offset + x.meta["shape"][dim]
-    return dims_spec(row, node, [(x, every) for x in operands], every, windows)
+        offset = offset + meta(x).shape[dim]
+    return spec_from_dims(rule, node, [(x, every) for x in operands], every, windows)
 
 
-def _local_cat(site: Site) -> Call:
-    dim: Any = site.args[1] if len(site.args) > 1 else site.node.kwargs.get("dim", 0)
-    if site.axes.get(f"d{dim % len(site.node.meta['shape'])}"):
-        return ops.add_blocks, tuple(site.args[0]), {}
-    return unchanged(site)
+def _local_cat(context: LocalContext) -> Call:
+    dim: Any = context.args[1] if len(context.args) > 1 else context.node.kwargs.get("dim", 0)
+    if context.axes.get(f"d{dim % len(meta(context.node).shape)}"):
+        return ops.add_blocks, tuple(context.args[0]), {}
+    return unchanged(context)
 
 
-CAT = Row(
+CAT = Rule(
     "cat", "... [d] ..., ... -> ... d ...", _local_cat, build=_cat_spec, cost="along a split dim what changes its owner"
 )
 
 
-def _roll_spec(row: Row, node: Node) -> Spec | None:
+def _roll_spec(rule: Rule, node: Node) -> OpSpec | None:
     x: Any = node.args[0]
     shifts: Any = node.args[1]
     dims: Any = node.args[2] if len(node.args) > 2 else []
     if not dims or len(set(dims)) != len(dims):
         return None
-    rank = len(node.meta["shape"])
+    rank = len(meta(node).shape)
     windows = {(0, d % rank): Window(lo=s, hi=-s) for s, d in zip(shifts, dims, strict=True)}
-    return dims_spec(row, node, [(x, list(range(rank)))], list(range(rank)), windows, "circular")
+    return spec_from_dims(rule, node, [(x, list(range(rank)))], list(range(rank)), windows, "circular")
 
 
-def _local_roll(site: Site) -> Call:
-    rank = len(site.node.meta["shape"])
-    kept = [(s, d) for s, d in zip(site.args[1], site.args[2], strict=True) if not site.axes.get(f"d{d % rank}")]
+def _local_roll(context: LocalContext) -> Call:
+    rank = len(meta(context.node).shape)
+    kept = [
+        (s, d) for s, d in zip(context.args[1], context.args[2], strict=True) if not context.axes.get(f"d{d % rank}")
+    ]
     if not kept:
-        return aten.alias.default, (site.args[0],), {}
-    return aten.roll.default, (site.args[0], [s for s, _ in kept], [d for _, d in kept]), {}
+        return aten.alias.default, (context.args[0],), {}
+    return aten.roll.default, (context.args[0], [s for s, _ in kept], [d for _, d in kept]), {}
 
 
-ROLL = Row("roll", "... [d] ... -> ... d ...", _local_roll, build=_roll_spec, cost="what changes its owner")
+ROLL = Rule("roll", "... [d] ... -> ... d ...", _local_roll, build=_roll_spec, cost="what changes its owner")
 
 
-def _flip_spec(row: Row, node: Node) -> Spec | None:
+def _flip_spec(rule: Rule, node: Node) -> OpSpec | None:
     x: Any = node.args[0]
     dims: Any = node.args[1]
-    rank = len(node.meta["shape"])
-    sizes = {d % rank: node.meta["shape"][d % rank] for d in dims}
+    rank = len(meta(node).shape)
+    sizes = {d % rank: meta(node).shape[d % rank] for d in dims}
     windows = {(0, d): Window(lo=-size, hi=size, mul=-1) for d, size in sizes.items()}
-    return dims_spec(row, node, [(x, list(range(rank)))], list(range(rank)), windows)
+    return spec_from_dims(rule, node, [(x, list(range(rank)))], list(range(rank)), windows)
 
 
-FLIP = Row("flip", "... [d] ... -> ... d ...", unchanged, build=_flip_spec, cost="what changes its owner")
+FLIP = Rule("flip", "... [d] ... -> ... d ...", unchanged, build=_flip_spec, cost="what changes its owner")
 
 
-def _permute_spec(row: Row, node: Node) -> Spec | None:
+def _permute_spec(rule: Rule, node: Node) -> OpSpec | None:
     x: Any = node.args[0]
     dims: Any = node.args[1]
-    rank = len(node.meta["shape"])
-    return dims_spec(row, node, [(x, list(range(rank)))], [d % rank for d in dims])
+    rank = len(meta(node).shape)
+    return spec_from_dims(rule, node, [(x, list(range(rank)))], [d % rank for d in dims])
 
 
-PERMUTE = Row("permute", "a b ... -> b a ...", unchanged, build=_permute_spec, cost="nothing")
+PERMUTE = Rule("permute", "a b ... -> b a ...", unchanged, build=_permute_spec, cost="nothing")
 
 
-def _expand_spec(row: Row, node: Node) -> Spec | None:
+def _expand_spec(rule: Rule, node: Node) -> OpSpec | None:
     x: Any = node.args[0]
-    before, after = x.meta["shape"], node.meta["shape"]
+    before, after = meta(x).shape, meta(node).shape
     first = len(after) - len(before)
     same = [first + i if size == after[first + i] else None for i, size in enumerate(before)]
-    return dims_spec(row, node, [(x, same)], [i if i in same else None for i in range(len(after))])
+    return spec_from_dims(rule, node, [(x, same)], [i if i in same else None for i in range(len(after))])
 
 
-def _local_sizes(site: Site) -> Call:
-    return site.node.target, (site.args[0], site.sizes()), {}
+def _local_sizes(context: LocalContext) -> Call:
+    return context.node.target, (context.args[0], context.sizes()), {}
 
 
-EXPAND = Row("expand", "... -> ... _", _local_sizes, build=_expand_spec, cost="nothing")
+EXPAND = Rule("expand", "... -> ... _", _local_sizes, build=_expand_spec, cost="nothing")
 
 
 def _same(a: Size, b: Size) -> bool:
@@ -215,11 +218,11 @@ def _same(a: Size, b: Size) -> bool:
     return bool(sympy.expand(difference) == 0 or sympy.simplify(difference) == 0)
 
 
-def _reshape_spec(row: Row, node: Node) -> Spec | None:
+def _reshape_spec(rule: Rule, node: Node) -> OpSpec | None:
     """Runs of dims with equal products correspond; in each both sides are made of the same factors, major first."""
     x: Any = node.args[0]
-    before, after = list(x.meta["shape"]), list(node.meta["shape"])
-    source, result = [Word(())] * len(before), [Word(())] * len(after)
+    before, after = list(meta(x).shape), list(meta(node).shape)
+    source, result = [DimPattern(())] * len(before), [DimPattern(())] * len(after)
     extents: dict[str, Size] = {}
     for number, (left, right) in enumerate(_runs(before, after)):
         rest = {side: [sizes[i] for i in dims] for side, (sizes, dims) in enumerate(((before, left), (after, right)))}
@@ -232,7 +235,7 @@ def _reshape_spec(row: Row, node: Node) -> Spec | None:
             extents[name] = step
             for side, words, dims in ((0, source, left), (1, result, right)):
                 dim = dims[len(dims) - len(rest[side])]
-                words[dim] = Word((*words[dim].factors, name))
+                words[dim] = DimPattern((*words[dim].factors, name))
                 quotient = size_of(sympy.sympify(rest[side][0]) / step)
                 rest[side] = [quotient, *rest[side][1:]] if quotient != 1 else rest[side][1:]
         for side, words, dims in ((0, source, left), (1, result, right)):
@@ -241,8 +244,8 @@ def _reshape_spec(row: Row, node: Node) -> Spec | None:
                 if words[dim].factors:
                     name = f"r{number}_{side}_{i}"
                     extents[name] = size
-                    words[dim] = Word((*words[dim].factors, name))
-    return Spec(row, node, ((x, tuple(source)),), tuple(result), extents)
+                    words[dim] = DimPattern((*words[dim].factors, name))
+    return OpSpec(rule, node, ((x, tuple(source)),), tuple(result), extents)
 
 
 def _divides(a: Size, b: Size) -> bool:
@@ -272,12 +275,12 @@ def _runs(before: list[Size], after: list[Size]) -> list[tuple[list[int], list[i
     return runs
 
 
-def _check_reshape(call: Sized) -> str | None:
+def _check_reshape(call: BoundCall) -> str | None:
     before = math.prod(call.operand(0))
     return None if before == math.prod(call.shape) else f"cannot turn {before} elements into {call.shape}"
 
 
-RESHAPE = Row(
+RESHAPE = Rule(
     "reshape",
     "... -> ...",
     _local_sizes,
@@ -286,7 +289,7 @@ RESHAPE = Row(
     cost="nothing where the split dim stays major",
 )
 
-ROWS: dict[Any, Row] = {
+RULES: dict[Any, Rule] = {
     aten.pad.default: PAD,
     aten.slice.Tensor: SLICE,
     aten.select.int: SELECT,

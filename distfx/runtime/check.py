@@ -14,14 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 from distfx.errors import NonFiniteError
 from distfx.grid import Grid
+from distfx.ir.meta import Meta, meta
 from distfx.ir.moves import BoundMove
 from distfx.runtime.comm.agreement import compare_values, host_group
-from distfx.runtime.comm.failure import During
+from distfx.runtime.comm.failure import CommunicationScope
 
-__all__ = ["Checked"]
+__all__ = ["CheckedGraph"]
 
 
-class Checked:
+class CheckedGraph:
     """A linked graph, run node by node. Each rank notes its first bad node; after the pass, in which nothing waits for
     that, they compare, and all raise the same error about the first of all: every rank runs the same nodes in the same
     order, so that one is the cause."""
@@ -49,7 +50,7 @@ class Checked:
         every = mine.unsqueeze(0)
         if self.grid.size > 1:
             gathered = torch.empty(self.grid.size * 3, dtype=torch.int64)
-            with During("comparison of check=True"):
+            with CommunicationScope("comparison of check=True"):
                 dist.all_gather_single(gathered, mine, group=host_group())
             every = gathered.view(-1, 3)
         number = int(every[:, 0].min())
@@ -82,7 +83,7 @@ class _Run(Interpreter):
 
 def _means_it(node: Node) -> bool:
     """Whether a node puts infinities there itself: a mask, the border of a max pooling. What it copies was checked."""
-    bound = node.meta.get("bound")
+    bound = Meta.transfers.get(node)
     if isinstance(bound, BoundMove):
         return not math.isfinite(getattr(bound.forward, "fill", 0.0))
     return any(isinstance(a, float) and not math.isfinite(a) for a in tree_leaves((node.args, node.kwargs)))
@@ -94,12 +95,12 @@ def _counts(nan: int, inf: int) -> str:
 
 def _describe(node: Node) -> str:
     """A node as its user knows it: operator, module path, source line."""
-    if "parameter" in node.meta:
-        return f"the parameter or buffer {node.meta['parameter']}"
+    if Meta.parameter.is_set(node):
+        return f"the parameter or buffer {meta(node).parameter}"
     if node.op == "placeholder":
         return f"the input {node.name}"
-    path, source = node.meta.get("path"), node.meta.get("source")
+    path, source = Meta.path.get(node), Meta.source.get(node)
     what = f"the result of {getattr(node.target, '__name__', node.target)}" + (
-        f" for {node.meta['owner']}" if "owner" in node.meta else f", node {node.name}"
+        f" for {meta(node).owner}" if Meta.owner.is_set(node) else f", node {node.name}"
     )
     return what + (f", in {path}" if path else "") + (f" ({source[0]}:{source[1]}: {source[2]})" if source else "")

@@ -172,7 +172,7 @@ def followed(name: str, grid: str, train: bool) -> tuple[dict[str, float], list[
         warnings.simplefilter("ignore", FallbackWarning)
         shapes = [(2, 3, 8, 9), (4, 3, 11, 8)]
         result = _exact(Around, grid, shapes, kwargs={"name": name}, sgd=3, train=train)  # captured on every rank
-    return result["errors"], [str(row.op) for row in result["rows"] if row.whole]
+    return result["errors"], [str(row.op) for row in result["rows"] if row.fallback]
 
 
 @pytest.mark.parametrize("grid", ["c2", "h2", "n2w2"])

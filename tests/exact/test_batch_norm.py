@@ -195,18 +195,18 @@ def apart(grid: str, batch_norm: str, parts: list[tuple[slice, ...]]) -> tuple[f
 
 every = slice(None)
 SAMPLES = [(slice(0, 2),), (slice(2, 4),)]
-ROWS = [(every, every, slice(0, 3)), (every, every, slice(3, 6))]
+RULES = [(every, every, slice(0, 3)), (every, every, slice(3, 6))]
 
 
 @cases(
     "grid batch_norm parts",
     [
         ("n2", "local", SAMPLES),
-        ("h2", "local", ROWS),
-        ("n2h2", "local", [(n, c, h) for (n,) in SAMPLES for _, c, h in ROWS]),
+        ("h2", "local", RULES),
+        ("n2h2", "local", [(n, c, h) for (n,) in SAMPLES for _, c, h in RULES]),
         ("n2h2", "h", SAMPLES),
-        ("n2h2", "n", ROWS),
-        ("c2h2", "n", ROWS),
+        ("n2h2", "n", RULES),
+        ("c2h2", "n", RULES),
     ],
 )
 def test_batch_norm_of_parts(world: int, grid: str, batch_norm: str, parts: list[tuple[slice, ...]]) -> None:

@@ -374,7 +374,7 @@ def warned(grid: str) -> tuple[list[str], list[str]]:
         net = distfx.parallelize(model, grid)
         net(torch.randn(2, 3, 8, 8))
     said = [str(w.message) for w in caught if issubclass(w.category, distfx.FallbackWarning)]
-    return said, [row.path for row in net.plan.rows if row.whole]
+    return said, [row.path for row in net.plan.rows if row.fallback]
 
 
 @on("h2")

@@ -13,10 +13,10 @@ from support.models import on
 from support.ranks import run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 import distfx
-from distfx.runtime.kernels.local import formats
+from distfx.passes import formats
 
 
 class Mixed(nn.Module):
@@ -107,15 +107,13 @@ def chosen(grid: str) -> tuple[dict[str, Any], list[bool], dict[str, bool]]:
         found = exact(Hourglass, grid, [(4, 3, 16, 14), (4, 3, 10, 16)], dtype=torch.float32)
         net = distfx.parallelize(Hourglass(), grid, outputs="local")
         results = net(torch.randn(4, 3, 16, 14))
-    last = {node.name: node.meta.get("last", False) for node in linked(net)}
+        last = {node.name: node.meta.get("channels_last", False) for node in linked(net)}
     return found["errors"], [y.is_contiguous() for y in results], last
 
 
 def linked(net: distfx.ParallelModule) -> list[Node]:
-    """The nodes of the one graph that has run."""
-    ((_, runnable),) = net._engine.prepared.values()
-    assert isinstance(runnable.run, GraphModule)
-    return list(runnable.run.graph.nodes)
+    """The nodes of the graph that ran last."""
+    return list(net.graph_after("link").graph.nodes)
 
 
 @on("n2", "h2", "c2", "c3", "h2w2", "c2h2")
@@ -133,7 +131,7 @@ def formats_of(shape: tuple[int, ...], channels: int, grid: str) -> set[bool]:
     model = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU())
     net = distfx.parallelize(model, grid)
     net(torch.randn(shape))
-    return {node.meta["last"] for node in linked(net) if "convolution" in getattr(node.target, "__name__", "")}
+    return {node.meta["channels_last"] for node in linked(net) if "convolution" in getattr(node.target, "__name__", "")}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import distfx
-from distfx.runtime.kernels.local import in_place as inplace
+from distfx.ir import ops
+from distfx.runtime.kernels import in_place
 
 aten = torch.ops.aten
 
@@ -208,7 +209,7 @@ def test_buffers_are_not_overwritten(world: int, grid: str) -> None:
 
 
 class Large(nn.Module):
-    """Activations of more than ``inplace.LARGE`` elements: read by one layer, by two, by a sum, by a view, returned."""
+    """Activations of more than ``reuse.LARGE`` elements: read by one layer, by two, by a sum, by a view, returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,15 +235,12 @@ def test_large_gradients_are_overwritten_where_nobody_can_tell() -> None:
 
 def _overwriting() -> list[str]:
     net = distfx.parallelize(Large(), distfx.Grid())
-    net(torch.randn(1, 4, 256, 256))
-    net(torch.randn(1, 4, 8, 8))
-    linked = [runnable.run for _, runnable in net._engine.prepared.values()]
-    return [
-        node.target.__name__.removeprefix("aten.")
-        for module in linked
-        for node in module.graph.nodes
-        if isinstance(node.target, inplace.Overwriting)
-    ]
+    found = []
+    for size in (256, 8):
+        net(torch.randn(1, 4, size, size))
+        overwriting = net.graph_after("reuse").graph.find_nodes(op="call_function", target=ops.activate_in_place)
+        found += [str(node.kwargs["activation"]).removeprefix("aten.") for node in overwriting]
+    return found
 
 
 @on("", "h2", "n2")
@@ -255,6 +253,6 @@ def test_the_gradient_lies_where_that_of_the_result_lay(activation: Any) -> None
     x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     result_grad = torch.randn(5, 7, dtype=torch.float64)
     (want,) = torch.autograd.grad(activation(x.clone()), x, result_grad)
-    (have,) = torch.autograd.grad(inplace.Overwriting(activation)(x.clone()), x, result_grad)
+    (have,) = torch.autograd.grad(in_place.InPlaceActivation(activation)(x.clone()), x, result_grad)
     assert torch.equal(have, want)
     assert have.data_ptr() == result_grad.data_ptr()

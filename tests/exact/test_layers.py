@@ -385,7 +385,7 @@ def test_one_tensor_returned_twice(world: int, grid: str) -> None:
     check(SameOutput, grid, [(2, 3, 6, 6)])
 
 
-class Sized(nn.Module):
+class BoundCall(nn.Module):
     """Gives a size, a view of its input, and a sum, which their user writes into."""
 
     def __init__(self) -> None:
@@ -398,7 +398,7 @@ class Sized(nn.Module):
 
 
 def sized(outputs: str) -> tuple[int, bool, tuple[int, ...]]:
-    model = Sized().to(memory_format=torch.channels_last)
+    model = BoundCall().to(memory_format=torch.channels_last)
     net = distfx.parallelize(model, "h2", outputs=outputs)
     x = torch.randn(2, 3, 10, 8, requires_grad=True)
     y, half, flat = net(x)

@@ -127,7 +127,7 @@ def _compare(name: str, grid: str, shape: tuple[int, ...]) -> tuple[dict[str, fl
         for key, parameter in plain.named_parameters():
             errors[f"{step} {key}"] = relative(net.get_parameter(key).grad.full_tensor(), parameter.grad)
         assert net.plan.bytes() == ledger.bytes()
-    whole = [row.node for row in net.plan.rows if row.whole]
+    whole = [row.node for row in net.plan.rows if row.fallback]
     return errors, ledger.bytes(), whole
 
 

@@ -216,7 +216,7 @@ class Writes(nn.Module):
 @on("h2", "c2", "n2", "h2w2")
 def test_writes(world: int, grid: str, name: str) -> None:
     results = check(Writes, grid, [(2, 3, 10, 12), (2, 3, 8, 6)], kwargs={"name": name})
-    assert not [row.op for row in results[0]["rows"] if row.whole]
+    assert not [row.op for row in results[0]["rows"] if row.fallback]
     assert not results[0]["idle"], "a gradient was lost"
 
 

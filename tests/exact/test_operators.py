@@ -109,7 +109,7 @@ NAMES = [*OPERATORS, *FUNCTIONS]
 @pytest.mark.parametrize("name", NAMES)
 def test_operator(name: str, grid: str) -> None:
     results = check(Between, grid, [(2, 3, 8, 9), (3, 3, 10, 7)], kwargs={"operator": name})
-    assert not any(row.whole for row in results[0]["rows"]), [row.node for row in results[0]["rows"] if row.whole]
+    assert not any(row.fallback for row in results[0]["rows"]), [row.node for row in results[0]["rows"] if row.fallback]
 
 
 class Expressions(nn.Module):
@@ -132,7 +132,7 @@ def expressions(
     """All of ``texts`` are exact on ``grid``, by rule."""
     results = check(Expressions, grid, list(shapes), kwargs={"texts": texts, "channels": channels}, example=True)
     rows = results[0]["rows"]
-    assert not any(row.whole for row in rows), [row.node for row in rows if row.whole]
+    assert not any(row.fallback for row in rows), [row.node for row in rows if row.fallback]
 
 
 UNTAGGED = (
@@ -242,7 +242,7 @@ def test_reductions_send_small_values(texts: tuple[str, ...], grid: str) -> None
     expressions(grid, texts, shapes=shapes)
     plan = distfx.plan(Expressions(texts), grid, (4, 3, 12, 6), outputs="local")
     moves = {move.split("(")[0] for row in plan.rows for move in row.moves}
-    assert moves <= {"slice", "fan", "halo", "all_reduce"}, moves
+    assert moves <= {"slice", "to_varying", "halo", "all_reduce"}, moves
 
 
 POOLING = (
@@ -320,7 +320,7 @@ class Tokens(nn.Module):
 @pytest.mark.parametrize("grid", ["n2", "c2", "h2", "n2h2"])
 def test_multihead_attention(grid: str, train: bool) -> None:
     results = check(Tokens, grid, [(2, 3, 6, 4)], train=train)
-    assert not any(row.whole for row in results[0]["rows"])
+    assert not any(row.fallback for row in results[0]["rows"])
 
 
 PICKS = (
@@ -547,7 +547,7 @@ def test_networks(model: type[nn.Module], grid: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", distfx.FallbackWarning)
         results = check(model, grid, [(3, 3, 12, 10), (2, 3, 9, 11)])
-    assert not any(row.whole for row in results[0]["rows"])
+    assert not any(row.fallback for row in results[0]["rows"])
 
 
 class Sequence(nn.Module):
@@ -567,7 +567,7 @@ class Sequence(nn.Module):
 @pytest.mark.filterwarnings("ignore::distfx.FallbackWarning")
 def test_recurrent_nets_run_whole(grid: str) -> None:
     results = check(Sequence, grid, [(2, 3, 8)], example=True)
-    assert any(row.whole for row in results[0]["rows"])
+    assert any(row.fallback for row in results[0]["rows"])
 
 
 def test_model_is_deepcopied_not_changed() -> None:

@@ -149,7 +149,7 @@ def test_computed_weights_are_computed_in_shards(world: int, grid: str, by_norm:
     of_weights = [row for row in results[0]["rows"] if row.op.startswith(("batch_norm", "rsqrt"))]
     assert len(of_weights) == 2 and all("/c" in row.layout for row in of_weights), of_weights
     others = [row for row in results[0]["rows"] if row.op != "input" and "conv" not in row.op]
-    assert not [move for row in others for move in row.moves if not move.startswith("fan")], others
+    assert not [move for row in others for move in row.moves if not move.startswith("to_varying")], others
 
 
 def frozen(grid: str, names: tuple[str, ...]) -> dict[str, float]:

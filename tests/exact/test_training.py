@@ -270,7 +270,7 @@ def autocast_of_nothing() -> tuple[set[torch.dtype], torch.dtype, float]:
     torch.nn.init.ones_(model.conv.weight)
     torch.nn.init.ones_(model.up.weight)
     net = distfx.parallelize(model, "h4", example_inputs=(torch.randn(2, 3, 32, 8),))
-    net._engine.guessed = False
+    net._engine.example_is_guessed = False
     sent = set()
 
     def noted(segment: Any, tensor: Tensor, op: str = "sum") -> Any:

@@ -154,8 +154,8 @@ def compare(text: str, grid: str, shape: tuple[int, ...]) -> dict[str, Any]:
         "worst": worst.removeprefix("0 "),
         "sensitivity": sensitivity[worst],
         "wrong": {name: f"{error:.1e} > {limits[name]:.1e}" for name, error in errors.items() if error > limits[name]},
-        "fallbacks": sorted({str(row.op) for row in result["rows"] if row.whole}),
-        "count": sum(row.whole for row in result["rows"]),
+        "fallbacks": sorted({str(row.op) for row in result["rows"] if row.fallback}),
+        "count": sum(row.fallback for row in result["rows"]),
         "bytes": result["bytes"],
     }
 

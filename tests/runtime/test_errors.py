@@ -218,7 +218,7 @@ def lenient() -> list[str]:
         warnings.simplefilter("always")
         net = distfx.parallelize(Odd(), distfx.Grid(h=-1))
         net(torch.randn(1, 3, 8, 8))
-    assert "(whole)" in str(net.plan) and "run whole" in distfx.explain(net)
+    assert "(fallback)" in str(net.plan) and "fall back" in distfx.explain(net)
     said = [w for w in caught if issubclass(w.category, distfx.FallbackWarning)]
     assert all(w.filename == __file__ for w in said), "a warning names the line that called distfx"
     return [str(w.message) for w in said]

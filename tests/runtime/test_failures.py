@@ -39,7 +39,7 @@ import distfx
 from distfx.runtime.autograd import transfers as halves
 from distfx.runtime.autograd.moves import RunMove
 from distfx.runtime.comm import failure
-from distfx.runtime.kernels.local import halo_convolution as halo_conv
+from distfx.runtime.kernels import halo_convolution as halo_conv
 
 WORLD = 4
 TIMEOUT = float(os.environ.get("DISTFX_TEST_FAILURE_TIMEOUT", 6))  # of `init`; ranks compile a small model in less

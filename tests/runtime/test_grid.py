@@ -151,7 +151,7 @@ def test_segments_partition_the_ranks() -> None:
         for axes in itertools.combinations(("n", "c", "h"), count):
             segments = {grid.at(rank).members(axes) for rank in range(12)}
             assert sorted(r for members in segments for r in members) == list(range(12))
-            assert set(grid._partition(axes)) == segments
+            assert set(grid.partition(axes)) == segments
 
 
 def test_factor() -> None:

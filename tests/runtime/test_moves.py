@@ -26,11 +26,11 @@ from distfx.ir.moves import (
     AllToAll,
     BoundMove,
     Exchange,
-    Fan,
-    Mask,
     Move,
     ReduceScatter,
     Slice,
+    ToReplicated,
+    ToVarying,
 )
 from distfx.runtime.autograd import transfers as halves
 from distfx.runtime.autograd.moves import RunMove, begin, finish
@@ -162,8 +162,8 @@ def _cases() -> list[Case]:
             cases.append(Case(grid, f"A/{axis} B", (extent, 5), AllToAll((axis,), 0, 1)))
         for to in ("replicated", "varying"):
             cases.append(Case(grid, f"A B sum({axis})", (3, 5), AllReduce((axis,), to)))
-        cases.append(Case(grid, "A B", (3, 5), Fan((axis,))))
-        cases.append(Case(grid, f"A B each({axis})", (3, 5), Mask((axis,))))
+        cases.append(Case(grid, "A B", (3, 5), ToVarying((axis,))))
+        cases.append(Case(grid, f"A B each({axis})", (3, 5), ToReplicated((axis,))))
         cases.append(Case(grid, f"A B C/{axis} D", (2, 0, 5, 3), AllGather((axis,), 2)))  # nothing at all
         cases.append(Case(grid, f"A B C/{axis} D", (2, 0, 5, 3), halo((axis,), 2, "a-1:b+1", 5)))
     for grid in ("h2", "h3", "h4"):
@@ -206,9 +206,9 @@ def _cases() -> list[Case]:
             Case(grid, "N C H W sum(n,h)", (2, 3, 2, 2), AllReduce(("n", "h"))),
             Case(grid, "N C H W sum(n,h)", (2, 3, 2, 2), AllReduce(("n", "h"), "varying")),
             Case(grid, "N C H W sum(n,h)", (2, 3, 2, 2), AllReduce(("h",))),
-            Case(grid, "N C", (2, 3), Fan(("h", "n"))),
-            Case(grid, "N C each(n,h)", (2, 3), Mask(("n", "h"))),
-            Case(grid, "N C each(n,h)", (2, 3), Mask(("h",))),
+            Case(grid, "N C", (2, 3), ToVarying(("h", "n"))),
+            Case(grid, "N C each(n,h)", (2, 3), ToReplicated(("n", "h"))),
+            Case(grid, "N C each(n,h)", (2, 3), ToReplicated(("h",))),
             Case(grid, "N/n C H/h W", (3, 2, 5, 3), halo(("h",), 2, "a-2:b+2", 5)),
             Case(grid, "N/n C H/h W", (3, 2, 5, 3), AllGather(("n",), 0)),
             Case(grid, "N/(n,h) C", (5, 2), AllGather(("n", "h"), 0, "replicated")),
@@ -345,8 +345,8 @@ RING = [
     ("c3", "A B sum(c)", (7, 3), ReduceScatter(("c",), 0), 2 * 21, 2 * 21),
     ("c4", "A B sum(c)", (8, 3), AllReduce(("c",)), 2 * 3 * 24, 0),
     ("c4", "A B sum(c)", (8, 3), AllReduce(("c",), "varying"), 2 * 3 * 24, 2 * 3 * 24),
-    ("c4", "A B", (8, 3), Fan(("c",)), 0, 2 * 3 * 24),
-    ("c4", "A B each(c)", (8, 3), Mask(("c",)), 0, 0),
+    ("c4", "A B", (8, 3), ToVarying(("c",)), 0, 2 * 3 * 24),
+    ("c4", "A B each(c)", (8, 3), ToReplicated(("c",)), 0, 0),
     ("c4", "A B", (8, 3), Slice(("c",), 0), 0, 3 * 24),
     ("c4", "A B each(c)", (8, 3), Slice(("c",), 0, "varying"), 0, 0),
     ("c4", "A/c B", (8, 4), AllToAll(("c",), 0, 1), 3 * 32 // 4, 3 * 32 // 4),
@@ -416,7 +416,7 @@ def run_alone() -> dict[str, Any]:
     x = numbers((3, 4), 1).requires_grad_(True)
     shape = tuple(x.shape)
     with distfx.record_comm() as ledger:
-        for move in (AllReduce(()), Fan(()), Mask(())):
+        for move in (AllReduce(()), ToVarying(()), ToReplicated(())):
             bound_move = move.bind(Layout.parse("A B"), shape, shape, grid)
             assert segment.group is None and segment.size == 1 and bound_move.forward.messages == 0
             assert bound_move.forward.sent_bytes(8) == bound_move.backward.sent_bytes(8) == 0
@@ -497,8 +497,8 @@ FORMAT_CASES = [
     Case("h2", "N C H/h W", (2, 5, 6, 4), AllToAll(("h",), 2, 1)),
     Case("h2", "N C H W", (2, 5, 6, 4), Slice(("h",), 2)),
     Case("h2", "N C H W each(h)", (2, 5, 6, 4), Slice(("h",), 1, "varying")),
-    Case("h2", "N C H W", (2, 5, 6, 4), Fan(("h",))),
-    Case("h2", "N C H W each(h)", (2, 5, 6, 4), Mask(("h",))),
+    Case("h2", "N C H W", (2, 5, 6, 4), ToVarying(("h",))),
+    Case("h2", "N C H W each(h)", (2, 5, 6, 4), ToReplicated(("h",))),
 ]
 
 
@@ -591,8 +591,8 @@ def test_results() -> None:
     assert AllGather(("c0", "c1"), 1, "replicated").result(x) == Layout.parse("N/n C H/h W")
     assert AllToAll(("c1",), 1, 3).result(x) == Layout.parse("N/n C/c0 H/h W/c1")
     assert Slice(("w",), 3).result(x) == Layout.parse("N/n C/(c0,c1) H/h W/w")
-    assert Fan(("w",)).result(x) == Layout.parse("N/n C/(c0,c1) H/h W each(w)")
-    assert Mask(("w",)).result(Fan(("w",)).result(x)) == x
+    assert ToVarying(("w",)).result(x) == Layout.parse("N/n C/(c0,c1) H/h W each(w)")
+    assert ToReplicated(("w",)).result(ToVarying(("w",)).result(x)) == x
     partial = Layout.parse("N/n K/c1 sum(c0)")
     assert ReduceScatter(("c0",), 1).result(partial) == Layout.parse("N/n K/(c1,c0)")
     assert AllReduce(("c0",)).result(partial) == Layout.parse("N/n K/c1")

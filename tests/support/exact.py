@@ -86,7 +86,7 @@ def _exact(
     place = distfx.Grid.parse(grid) if grid else distfx.Grid()
     net = distfx.parallelize(model, place, example_inputs=given, strategy=strategy)
     if not again:  # the plan for large images stays, so that parts may be smaller than halos, or empty
-        net._engine.guessed = False
+        net._engine.example_is_guessed = False
     errors: dict[str, float] = {}
     idle: set[str] = set()
     bytes_: list[tuple[int, int]] = []

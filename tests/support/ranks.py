@@ -484,9 +484,9 @@ def leave() -> None:
     """Drop the process group and everything that remembers its meshes: equal meshes of another group are not these."""
     if not dist.is_initialized():
         return
-    forget = getattr(sys.modules.get("distfx.grid"), "forget", None)
-    if forget is not None:
-        forget()
+    groups = sys.modules.get("distfx.runtime.comm.groups")
+    if groups is not None:
+        groups.clear()
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _redistribute
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache

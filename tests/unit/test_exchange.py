@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distfx.ir.exchange import FILL, PAD_MODES, Message, Schedule, schedule, source_positions
+from distfx.ir.exchange import FILL, PAD_MODES, ExchangeSchedule, Message, make_schedule, source_positions
 from distfx.ir.layout import Split, Window
 
 Interval = tuple[int, int]
@@ -47,7 +47,7 @@ def spots(message: Message) -> list[int]:
     return list(message.positions)
 
 
-def forward(plans: list[Schedule], shards: list[np.ndarray], fill: float = 0.0) -> list[np.ndarray]:
+def forward(plans: list[ExchangeSchedule], shards: list[np.ndarray], fill: float = 0.0) -> list[np.ndarray]:
     """Every member's result: copies, messages, padding; each position of it is written once."""
     results = []
     for me, plan in enumerate(plans):
@@ -61,7 +61,7 @@ def forward(plans: list[Schedule], shards: list[np.ndarray], fill: float = 0.0) 
     return results
 
 
-def backward(plans: list[Schedule], grads: list[np.ndarray]) -> list[np.ndarray]:
+def backward(plans: list[ExchangeSchedule], grads: list[np.ndarray]) -> list[np.ndarray]:
     """The same with every arrow turned and copies turned into sums."""
     results = [np.zeros(plan.owned) for plan in plans]
     for me, plan in enumerate(plans):
@@ -72,11 +72,11 @@ def backward(plans: list[Schedule], grads: list[np.ndarray]) -> list[np.ndarray]
     return results
 
 
-def make(owned: list[Interval], needed: list[np.ndarray]) -> list[Schedule]:
-    return [schedule(owned, needed, me) for me in range(len(owned))]
+def make(owned: list[Interval], needed: list[np.ndarray]) -> list[ExchangeSchedule]:
+    return [make_schedule(owned, needed, me) for me in range(len(owned))]
 
 
-def check(extent: int, owned: list[Interval], needed: list[np.ndarray]) -> list[Schedule]:
+def check(extent: int, owned: list[Interval], needed: list[np.ndarray]) -> list[ExchangeSchedule]:
     """Both directions of an exchange against plain indexing of the whole."""
     plans = make(owned, needed)
     x = np.arange(1.0, extent + 1)
@@ -169,7 +169,7 @@ def test_few_runs_are_runs() -> None:
 
 def test_a_position_without_owner_is_a_defect() -> None:
     with pytest.raises(AssertionError, match="no owner"):
-        schedule([(0, 2), (2, 4)], [np.array([4]), np.array([0])], 0)
+        make_schedule([(0, 2), (2, 4)], [np.array([4]), np.array([0])], 0)
 
 
 # -- halos and padding

@@ -128,7 +128,7 @@ def test_small_views() -> None:
     layout = Layout.parse("N/n C/(c0,c1) H/h{a-1:b+1} W sum(w) each(d)")
     assert layout.split_axes == {"n", "c0", "c1", "h"}
     assert [layout.dim_of(axis) for axis in ("n", "c1", "h", "w")] == [0, 1, 2, None]
-    assert layout.settled() == Layout.parse("N/n C/(c0,c1) H/h W sum(w)")
+    assert layout.storage() == Layout.parse("N/n C/(c0,c1) H/h W sum(w)")
     assert layout.with_dim(1, Split()) == Layout.parse("N/n C H/h{a-1:b+1} W sum(w) each(d)")
     assert Layout.replicated(3) == Layout.parse("A B C")
 

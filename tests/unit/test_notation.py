@@ -3,29 +3,34 @@
 import pytest
 from torch.fx import Node
 
-from distfx.rules.notation import Pattern, Word, parse
-from distfx.rules.registry import TABLE, Row
-from distfx.rules.row import Choice
+from distfx.rules.notation import DimPattern, Pattern, parse
+from distfx.rules.registry import TABLE, Rule
+from distfx.rules.rule import RuleChoice
 
 
 def test_convolution() -> None:
     pattern = parse("n (g c) [s]..., (g k) c _..., (g k) -> n (g k) s...", 2)
     x, weight, bias = pattern.operands
-    assert x == (Word(("n",)), Word(("g", "c")), Word(("h",), window=True), Word(("w",), window=True))
-    assert weight == (Word(("g", "k")), Word(("c",)), Word(()), Word(()))
-    assert bias == (Word(("g", "k")),)
-    assert pattern.result == (Word(("n",)), Word(("g", "k")), Word(("h",)), Word(("w",)))
+    assert x == (
+        DimPattern(("n",)),
+        DimPattern(("g", "c")),
+        DimPattern(("h",), window=True),
+        DimPattern(("w",), window=True),
+    )
+    assert weight == (DimPattern(("g", "k")), DimPattern(("c",)), DimPattern(()), DimPattern(()))
+    assert bias == (DimPattern(("g", "k")),)
+    assert pattern.result == (DimPattern(("n",)), DimPattern(("g", "k")), DimPattern(("h",)), DimPattern(("w",)))
 
 
 @pytest.mark.parametrize(("rank", "space"), [(0, ""), (1, "w"), (2, "hw"), (3, "dhw")])
 def test_space_is_named_from_the_last(rank: int, space: str) -> None:
     pattern = parse("n c s... -> n c _...", rank)
-    assert pattern.operands == ((Word(("n",)), Word(("c",)), *(Word((name,)) for name in space)),)
-    assert pattern.result == (Word(("n",)), Word(("c",)), *(Word(()) for _ in space))
+    assert pattern.operands == ((DimPattern(("n",)), DimPattern(("c",)), *(DimPattern((name,)) for name in space)),)
+    assert pattern.result == (DimPattern(("n",)), DimPattern(("c",)), *(DimPattern(()) for _ in space))
 
 
 def test_only_s_is_repeated_by_name() -> None:
-    assert parse("b... -> b...", 2).result == (Word(("b",)), Word(("b",)))
+    assert parse("b... -> b...", 2).result == (DimPattern(("b",)), DimPattern(("b",)))
 
 
 def test_blanks_do_not_matter() -> None:
@@ -33,7 +38,7 @@ def test_blanks_do_not_matter() -> None:
 
 
 def test_an_operand_may_have_no_dims() -> None:
-    assert parse("n, -> n", 0) == Pattern(((Word(("n",)),), ()), (Word(("n",)),))
+    assert parse("n, -> n", 0) == Pattern(((DimPattern(("n",)),), ()), (DimPattern(("n",)),))
 
 
 def test_parsed_once() -> None:
@@ -54,7 +59,7 @@ def test_a_rule_has_one_arrow(text: str) -> None:
 
 
 def test_every_pattern_of_the_table_parses() -> None:
-    rows = [row for row in TABLE.values() if isinstance(row, Row) and row.build is None]
+    rows = [row for row in TABLE.values() if isinstance(row, Rule) and row.build is None]
     assert rows
     for row in rows:
         pattern = parse(row.pattern, 2)
@@ -71,7 +76,7 @@ def test_rules_know_the_transposed_convolution_apart() -> None:
 
     node: Node = Graph().call_function(aten.convolution.default, (None,) * 6 + (True,))
     choice = TABLE[aten.convolution.default]
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, RuleChoice)
     assert choice.pick(node) is TRANSPOSED
     node.args = (None,) * 6 + (False,)
     assert choice.pick(node) is CONVOLUTION

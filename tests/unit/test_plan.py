@@ -358,7 +358,7 @@ def test_rows_are_found() -> None:
     assert plan.row(row.node) is row and row.path == "0" and row.op == "convolution.default"
     assert row.shape == ("N", "8", "((H - 1)//2) + 1", "((W - 1)//2) + 1")
     assert row.layout == "N/n C H/h W" and "halo" in row.moves[0]
-    assert not row.whole
+    assert not row.fallback
     with pytest.raises(KeyError, match="no node 'nothing'"):
         plan.row("nothing")
 
@@ -392,9 +392,9 @@ def test_what_runs_whole_is_marked() -> None:
             return torch.cdist(y, y) + 1
 
     plan = distfx.plan(Distances(), "h2", (4, 3, 8, 8))
-    whole = [row for row in plan.rows if row.whole]
+    whole = [row for row in plan.rows if row.fallback]
     assert len(whole) == 1 and whole[0].bytes_forward > 0 and "test_plan.py" in whole[0].source
-    assert "(whole)" in str(plan)
+    assert "(fallback)" in str(plan)
 
 
 def deep() -> nn.Module:

@@ -14,7 +14,17 @@ from test_moves import cotangent, inner, part, replicated, same_along, value, wh
 
 from distfx.grid import Grid
 from distfx.ir.layout import Layout, Split, Window
-from distfx.ir.moves import AllGather, AllReduce, AllToAll, Exchange, Fan, Mask, Move, ReduceScatter, Slice
+from distfx.ir.moves import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Move,
+    ReduceScatter,
+    Slice,
+    ToReplicated,
+    ToVarying,
+)
 from distfx.ir.route import Border, estimate, route
 from distfx.runtime.autograd.moves import RunMove
 
@@ -89,8 +99,8 @@ def test_no_way_is_short(seed: int) -> None:
         ("N C/(c0,c1) H", "N C H each(c0,c1)", [AllGather]),
         ("N C/h H", "N C H/h", [AllToAll]),
         ("N C/(c,h) H", "N C/c H/h", [AllToAll]),
-        ("N C H", "N C H each(h)", [Fan]),
-        ("N C H each(h)", "N C H", [Mask]),
+        ("N C H", "N C H each(h)", [ToVarying]),
+        ("N C H each(h)", "N C H", [ToReplicated]),
         ("N C H/h", "N C H/h{a-1:b+1}", [Exchange]),
         ("N C/c H/h", "N C H/h{a-1:b+1} each(c)", [Exchange, AllGather]),  # the halo first, on the smaller tensor
         ("N C H", "N C H/h{a-1:b+1}", [Slice, Exchange]),

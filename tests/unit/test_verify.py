@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,33 +14,28 @@ from torch.fx import GraphModule, Node
 from distfx.grid import Grid
 from distfx.ir import ops
 from distfx.ir.layout import Layout
-from distfx.passes import pipeline as compile_module
 from distfx.passes import verify as module_under_test
-from distfx.passes.bind import bind
 from distfx.passes.capture.export import capture
-from distfx.passes.pipeline import Compiled, compile_capture
+from distfx.passes.pipeline import BIND, COMPILE, BoundGraph, Compiled, Options, bind_graph, compile_graph
 from distfx.passes.verify import CHECKS, verify
+from distfx.report.readable import readable
 
 Breaker = Callable[[GraphModule], Any]
 
 
-def captured() -> GraphModule:
-    return compiled().capture.module
+def graph_after(name: str) -> GraphModule:
+    """The graph as a pass leaves it."""
+    if name == "capture":
+        return compiled().capture.module
+    if name in [each.name for each in COMPILE]:
+        return compiled().after(name)
+    return bound_graph().after(name)
 
 
-def planned() -> GraphModule:
-    """As the plan leaves it, before moves are inserted."""
-    graphs: list[GraphModule] = []
-    with patch.object(
-        compile_module, "verify", lambda module, after: graphs.append(module) if after == "plan" else None
-    ):
-        compiled()
-    return graphs[0]
-
-
-def bound() -> GraphModule:
+def bound_graph() -> BoundGraph:
     made = compiled()
-    return bind(made.module, dict(made.capture.hints), Grid.abstract(n=2, c=2, h=2)).module
+    trained = dict.fromkeys(made.parameter_layouts, True)
+    return bind_graph(made, Grid.abstract(n=2, c=2, h=2), made.capture.hints, trained)
 
 
 def compiled(outputs: str = "global", pins: dict[str, str] | None = None) -> Compiled:
@@ -56,7 +50,7 @@ def compiled(outputs: str = "global", pins: dict[str, str] | None = None) -> Com
         nn.Linear(8, 5),
     )
     captured = capture(model, (torch.randn(4, 3, 16, 16),), training=True, batch=4)
-    return compile_capture(captured, {"n": 2, "c": 2, "h": 2}, pins or {"3": "stationary-x"}, outputs)
+    return compile_graph(captured, Options({"n": 2, "c": 2, "h": 2}, pins or {"3": "stationary-x"}, outputs))
 
 
 def find(module: GraphModule, target: Any) -> Node:
@@ -66,7 +60,7 @@ def find(module: GraphModule, target: Any) -> Node:
 @pytest.mark.parametrize("outputs", ["global", "local"])
 @pytest.mark.parametrize("pin", ["stationary-x", "stationary-y", "replicated", "auto"])
 def test_good_graphs_pass(outputs: str, pin: str) -> None:
-    verify(compiled(outputs, {"3": pin}).module, "localise")
+    verify(compiled(outputs, {"3": pin}).module, "localize")
 
 
 def no_layout(module: GraphModule) -> None:
@@ -84,7 +78,7 @@ def other_rank(module: GraphModule) -> None:
 
 def halo_without_window(module: GraphModule) -> None:
     node = find(module, ops.halo)
-    node.meta["layout"] = node.meta["layout"].settled()
+    node.meta["layout"] = node.meta["layout"].storage()
 
 
 def scatter_that_leaves_a_sum(module: GraphModule) -> None:
@@ -140,9 +134,33 @@ def decided_for_another(module: GraphModule) -> None:
     relu.args = (find(module, torch.ops.aten.convolution.default),)
 
 
+def no_local_shape(module: GraphModule) -> None:
+    del find(module, torch.ops.aten.relu.default).meta["local_shape"]
+
+
+def no_format(module: GraphModule) -> None:
+    del find(module, torch.ops.aten.relu.default).meta["channels_last"]
+
+
+def halo_without_transfers(module: GraphModule) -> None:
+    del find(module, ops.halo_convolution).meta["transfers"]
+
+
+def overwritten_for_others(module: GraphModule) -> None:
+    """The operand of an in-place activation gets a second reader."""
+    node = find(module, torch.ops.aten.relu_.default)
+    node.target = ops.activate_in_place
+    with module.graph.inserting_after(node):
+        module.graph.call_function(torch.ops.aten.neg.default, (node.args[0],)).meta = dict(node.meta)
+
+
+def kernel_left_out(module: GraphModule) -> None:
+    next(node for node in module.graph.nodes if node.op == "call_function").target = ops.halo
+
+
 def part_of_another_size(module: GraphModule) -> None:
     node = find(module, ops.reduce_scatter)
-    node.meta["local"] = (*node.meta["local"][:-1], 1)
+    node.meta["local_shape"] = (*node.meta["local_shape"][:-1], 1)
 
 
 BROKEN: list[tuple[Breaker, str, str]] = [
@@ -150,6 +168,11 @@ BROKEN: list[tuple[Breaker, str, str]] = [
     (written_in_place, "_is_functional", "writes into a tensor"),
     (undecided, "_is_decided", "has no decision"),
     (decided_for_another, "_is_decided", "which it does not read"),
+    (no_local_shape, "_has_local_shape", "has no local shape"),
+    (no_format, "_has_format", "has no memory format"),
+    (halo_without_transfers, "_halos_have_transfers", "has no transfers"),
+    (overwritten_for_others, "_writes_are_private", "overwrites"),
+    (kernel_left_out, "_is_linked", "has no kernel"),
     (part_of_another_size, "_parts_fit", "but this rank's part is"),
     (no_layout, "_has_layout", "has no layout"),
     (layout_of_no_kind, "_has_layout", "has no layout"),
@@ -168,7 +191,7 @@ BROKEN: list[tuple[Breaker, str, str]] = [
 @pytest.mark.parametrize(("break_it", "check", "words"), BROKEN, ids=[b.__name__ for b, _, _ in BROKEN])
 def test_broken_graphs_are_noticed(break_it: Breaker, check: str, words: str) -> None:
     after = next(name for name, checks in CHECKS.items() if check in {each.__name__ for each in checks})
-    module = {"capture": captured, "plan": planned, "bind": bound}.get(after, lambda: compiled().module)()
+    module = graph_after(after)
     verify(module, after)
     break_it(module)
     with pytest.raises(AssertionError, match=f"after pass {after}: "):
@@ -193,18 +216,34 @@ def test_the_graph_itself_is_checked() -> None:
     first = next(iter(module.graph.nodes))
     first.prepend(relu)  # now it comes before its operand
     with pytest.raises(RuntimeError):
-        verify(module, "localise")
+        verify(module, "localize")
 
 
 def test_a_complaint_names_the_node() -> None:
     module = compiled().module
     halo_left_out(module)
     with pytest.raises(AssertionError, match=r"convolution.*needs halo in .*/h\{a-1:b\+1\}"):
-        verify(module, "localise")
+        verify(module, "localize")
 
 
 def test_passes_are_recorded() -> None:
-    records = compiled().passes
-    assert [record.name for record in records] == ["plan", "insert", "localise"]
-    assert records[1].changed > 0 and all(record.seconds >= 0 and record.nodes > 0 for record in records)
-    assert "insert: " in str(records[1])
+    bound = bound_graph()
+    records = [*bound.compiled.passes, *bound.passes]
+    assert [record.name for record in records] == [each.name for each in (*COMPILE, *BIND)]
+    insert = next(record for record in records if record.name == "insert")
+    assert insert.changed > 0 and all(record.seconds >= 0 and record.nodes > 0 for record in records)
+    assert "insert: " in str(insert)
+
+
+def test_every_pass_has_checks_and_can_be_shown() -> None:
+    bound = bound_graph()
+    assert list(CHECKS) == ["capture", *(each.name for each in (*COMPILE, *BIND))]
+    for name in CHECKS:
+        if name != "capture":
+            owner = bound.compiled if name in [each.name for each in COMPILE] else bound
+            module = owner.after(name)
+            assert "conv" in readable(module, name) or "0_" in readable(module, name)
+    assert any(node.target is ops.add_bias for node in bound.compiled.after("split_bias").graph.nodes)
+    assert not any(node.target is ops.add_bias for node in bound.compiled.after("plan").graph.nodes)
+    assert any(node.target is ops.halo_convolution for node in bound.after("fuse").graph.nodes)
+    assert not any(node.target is ops.halo_convolution for node in bound.after("share").graph.nodes)

@@ -1,4 +1,4 @@
-"""The plain attributes of a model: a graph has fixed them, and ``forward`` may change what is no buffer."""
+"""The plain attributes of a model: the captured graph uses the values they had at capture time."""
 
 from __future__ import annotations
 
@@ -11,33 +11,38 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Numbers", "attributes_kept", "changed_numbers", "numbers_of"]
+__all__ = ["AttributeSnapshot", "attributes_kept"]
 
 _PLAIN = (int, float, bool, str)
-Numbers = dict[str, tuple[dict[str, Any], str, Any]]
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The plain attributes of a model's modules: what each is called, and where it lies."""
+    """The plain attributes of a model's modules: the full name, the dict that holds it, and the key there."""
     for path, module in model.named_modules():
         for name in list(vars(module)):
             if name != "training" and not name.startswith("_"):
                 yield f"{path}.{name}" if path else name, vars(module), name
 
 
-def numbers_of(model: nn.Module) -> Numbers:
-    """Those that a graph may have fixed: where each lies, and its value."""
-    every = ((key, owner, name, owner[name]) for key, owner, name in _attributes(model))
-    return {key: (owner, name, value) for key, owner, name, value in every if type(value) in _PLAIN}
+class AttributeSnapshot:
+    """The numbers, booleans and strings among a model's attributes, which a graph may have fixed."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._values = {
+            name: (owner, key, owner[key]) for name, owner, key in _attributes(model) if type(owner[key]) in _PLAIN
+        }
 
-def changed_numbers(numbers: Numbers) -> dict[str, str]:
-    """Those that have another value by now, with both."""
-    return {
-        key: f"{old!r}, now {new!r}"
-        for key, (owner, name, old) in numbers.items()
-        if (new := owner.get(name)) is not old and new != old
-    }
+    def ignore(self, name: str) -> None:
+        """Do not report changes of an attribute any more."""
+        self._values.pop(name, None)
+
+    def changes(self) -> list[str]:
+        """Each attribute that has another value now, with both values."""
+        return [
+            f"{name} = {old!r}, now {new!r}"
+            for name, (owner, key, old) in self._values.items()
+            if (new := owner.get(key)) is not old and new != old
+        ]
 
 
 @dataclass

@@ -33,6 +33,7 @@ from torch.utils import checkpoint
 
 from distfx.errors import CaptureError, DistfxError
 from distfx.ir.layout import DIM_NAMES
+from distfx.ir.meta import Meta, meta
 from distfx.ir.nodes import aten, describe
 from distfx.ir.ops import on_device
 from distfx.ir.symbolic import Size, evaluate, evaluate_shape, size_of
@@ -40,8 +41,6 @@ from distfx.passes.canonicalize import canonical, name_after_module
 from distfx.passes.capture.attributes import attributes_kept
 from distfx.passes.capture.autograd_functions import own_functions
 from distfx.passes.capture.mutation import (
-    IN_PLACE,
-    NO_GRAD,
     functional,
     results_apart,
     same_tensor,
@@ -76,7 +75,7 @@ class Capture:
     mutated: frozenset[str]
     constants: tuple[str, ...] = ()
     """The structure of the arguments and those that are not tensors, which the graph has fixed."""
-    counted: tuple[str, ...] = ()
+    modified_attributes: tuple[str, ...] = ()
     """The attributes of the model that its ``forward`` changes, which the graph has fixed."""
     checkpointed: bool = False
     """Whether parts of the model ask to be computed again in backward, which the graph does not do."""
@@ -112,12 +111,12 @@ class Capture:
                 known[node] = shown(node.args[0])
             else:
                 known[node] = ("call", len(made))
-                shape = None if node.meta.get("many") else evaluate_shape(node.meta.get("shape") or (), values)
+                shape = None if Meta.multiple.get(node) else evaluate_shape(Meta.shape.get(node) or (), values)
                 named = tuple((name, shown(value)) for name, value in sorted(node.kwargs.items()))
                 made.append((node.target, shape, shown(node.args), named))
         return made
 
-    def holds(self, values: Mapping[sympy.Symbol, int]) -> bool:
+    def is_valid_for(self, values: Mapping[sympy.Symbol, int]) -> bool:
         """Whether the graph is right for these sizes. (A batch of one counts as two: so it was captured.)"""
         numbers = {s: sympy.Integer(max(2, v) if str(s).startswith("N") else v) for s, v in values.items()}
         return all(guard.xreplace(numbers) != sympy.false for guard in self.guards)
@@ -237,7 +236,7 @@ def _know_outputs(model: nn.Module, args: Any, output: Any) -> None:
 def _check_sizes(captured: Capture) -> None:
     """Raise for results whose size depends on values: no layout can say what a rank has of them."""
     for node in captured.graph.nodes:
-        shape = node.meta.get("shape") or ()
+        shape = Meta.shape.get(node) or ()
         sizes = [size for each in shape for size in (each if isinstance(each, tuple) else (each,))]
         unknown = {s for size in sizes if isinstance(size, sympy.Expr) for s in size.free_symbols} - set(captured.hints)
         if unknown:
@@ -270,7 +269,7 @@ def capture(
 
     with (
         mode.on(model), _silence(), without_modes(), own_functions(), _through_checkpoints() as checkpoints,
-        attributes_kept(model) as counted, model.register_forward_hook(_know_outputs),
+        attributes_kept(model) as modified_attributes, model.register_forward_hook(_know_outputs),
     ):  # fmt: skip
         program = _export(model, examples, keywords, guess)
     module = program.module(check_guards=False)
@@ -281,7 +280,7 @@ def capture(
     for node in result.module.graph.nodes:  # the number of a GPU is each rank's own
         node.args, node.kwargs = on_device((node.args, node.kwargs))
     result.constants = constants_of(examples, keywords)
-    result.checkpointed, result.counted = bool(checkpoints), tuple(counted)
+    result.checkpointed, result.modified_attributes = bool(checkpoints), tuple(modified_attributes)
     _check_sizes(result)
     result.module.graph.lint()
     return result
@@ -345,12 +344,12 @@ def _inline(module: GraphModule) -> None:
             marks: dict[str, Any] = {}
             if "set_grad" in name and not node.args[0]:
                 values = {place: _detached(module, value) for place, value in values.items()}
-                marks = {NO_GRAD: node.name}
+                marks = {Meta.no_grad.key: node.name}
                 for value in values.values():
                     if isinstance(value, Node) and value.target is aten.detach.default:
                         value.meta |= marks
             elif "autocast" in name:
-                marks = {"autocast": False}
+                marks = {Meta.autocast.key: False}
             for old in inner.graph.nodes:
                 if old.op == "get_attr":
                     value = getattr(inner, str(old.target))
@@ -374,14 +373,14 @@ def _source_of(module: GraphModule, region: Node) -> str:
     """The first line of the model in a region."""
     inner = next(a for a in region.args if isinstance(a, Node) and a.op == "get_attr")
     nodes = getattr(module, str(inner.target)).graph.nodes
-    traces = [node.meta["stack_trace"] for node in nodes if node.meta.get("stack_trace")]
+    traces = [meta(node).stack_trace for node in nodes if Meta.stack_trace.get(node)]
     lines = traces[0].strip().splitlines()[-2:] if traces else ["no source"]
     return " ".join(line.strip() for line in lines)
 
 
 def _detached(module: GraphModule, value: Any) -> Any:
     """A value without its gradient. Buffers and frozen parameters, which have none, stay: they may be written."""
-    if not isinstance(value, Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+    if not isinstance(value, Node) or not isinstance(Meta.val.get(value), torch.Tensor):
         return value
     frozen = (name for name, parameter in module.named_parameters() if not parameter.requires_grad)
     if value.op == "get_attr" and str(value.target) in {*dict(module.named_buffers()), *frozen}:
@@ -480,7 +479,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
         return size_of(size.xreplace(rename)) if isinstance(size, sympy.Expr) else size
 
     def literal(node: Node) -> Any:
-        value = node.meta.get("val")
+        value = Meta.val.get(node)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return sized(value.node.expr if not isinstance(value, torch.SymInt) else value)
         if isinstance(value, int | float | bool) and node.op == "call_function":
@@ -494,7 +493,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
             break
         if node.op == "call_module":
             continue  # the guards: checked when a shape is bound, with better words
-        value = node.meta.get("val")
+        value = Meta.val.get(node)
         if node.op == "call_function" and (value is None or isinstance(value, _NUMBERS)):
             continue
         if node.op == "get_attr" and str(node.target) not in known:
@@ -505,7 +504,7 @@ def _normalise(module: GraphModule, program: Any, training: bool) -> Capture:
         new.meta = _meta(node, sized)
         values[node] = new
         if node.op == "placeholder":
-            inputs.append(InputSpec(new.name, new.meta["shape"], value.dtype))
+            inputs.append(InputSpec(new.name, meta(new).shape, meta(new).dtype))
         if node.op == "call_function":
             done = functional(new, node)
             if done is None:
@@ -564,7 +563,7 @@ def _rename_symbols(graph: Graph) -> dict[sympy.Symbol, sympy.Symbol]:
     rename: dict[sympy.Symbol, sympy.Symbol] = {}
     taken: set[str] = set()
     for node in graph.nodes:
-        value = node.meta.get("val")
+        value = Meta.val.get(node)
         if node.op != "placeholder" or not isinstance(value, torch.Tensor):
             continue
         names = DIM_NAMES.get(value.dim(), [f"S{i}" for i in range(value.dim())])
@@ -581,7 +580,7 @@ def _hints(graph: Graph, rename: Mapping[sympy.Symbol, sympy.Symbol]) -> dict[sy
     """For each symbol its value in the example."""
     hints: dict[sympy.Symbol, int] = {}
     for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
+        value = Meta.val.get(node)
         for size in value.shape if isinstance(value, torch.Tensor) else ():
             symbol = size_of(size)
             if isinstance(symbol, sympy.Symbol):
@@ -592,7 +591,7 @@ def _hints(graph: Graph, rename: Mapping[sympy.Symbol, sympy.Symbol]) -> dict[sy
 def _guards(graph: Graph, rename: Mapping[sympy.Symbol, sympy.Symbol]) -> tuple[sympy.Expr, ...]:
     """The guards of the capture that speak of the input's sizes, from the shape environment of its fake tensors."""
     for node in graph.find_nodes(op="placeholder"):
-        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        mode = getattr(Meta.val.get(node), "fake_mode", None)
         if mode is not None and mode.shape_env is not None:
             guards = (guard.expr.xreplace(dict(rename)) for guard in mode.shape_env.guards)
             return tuple(guard for guard in guards if guard.free_symbols and guard.free_symbols <= set(rename.values()))
@@ -604,23 +603,23 @@ _HERE = str(Path(__file__).parents[2])
 
 
 def _meta(node: Node, sized: Any) -> dict[str, Any]:
-    value = node.meta.get("val")
-    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    value = Meta.val.get(node)
+    stack = [path for path, _ in (Meta.nn_module_stack.get(node) or {}).values()]
     path = stack[-1] if stack and not stack[-1].startswith("_empty_nn_module_stack") else ""
-    trace = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if "/torch/" not in f[0].replace("\\", "/")]
+    trace = [f for f in _FRAME.findall(Meta.stack_trace.get(node) or "") if "/torch/" not in f[0].replace("\\", "/")]
     frames = [frame for frame in trace if not frame[0].startswith(_HERE)]
-    meta: dict[str, Any] = {
+    found: dict[str, Any] = {
         "path": path or ("the loss" if trace and not frames else ""),  # of with_loss, if it is a function
         "source": (frames[-1][0], int(frames[-1][1]), frames[-1][3]) if frames else None,
     }
-    meta |= {key: node.meta[key] for key in ("autocast", IN_PLACE) if key in node.meta}
+    found |= {field.key: field.get(node) for field in (Meta.autocast, Meta.in_place) if field.is_set(node)}
     if isinstance(value, torch.Tensor):
-        meta |= {"shape": tuple(sized(s) for s in value.shape), "dtype": value.dtype}
+        found |= {"shape": tuple(sized(s) for s in value.shape), "dtype": value.dtype}
     elif _has_tensor(value):
         leaves = pytree.tree_leaves(value)
-        meta |= {
+        found |= {
             "shape": tuple(tuple(sized(s) for s in v.shape) for v in leaves),
             "dtype": leaves[0].dtype,
-            "many": True,
+            "multiple": True,
         }
-    return meta
+    return found

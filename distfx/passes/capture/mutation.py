@@ -10,13 +10,11 @@ from torch.fx import Graph, Node
 
 from distfx.errors import CaptureError
 from distfx.ir import ops
+from distfx.ir.meta import Meta, meta
 from distfx.ir.nodes import arguments, aten, describe
 
 __all__ = [
-    "IN_PLACE",
     "MAYBE_COPIES",
-    "NO_GRAD",
-    "SHARES",
     "UNSAID",
     "functional",
     "functional_form",
@@ -52,15 +50,6 @@ MAYBE_COPIES = (
 )
 """Operators that give a view where they can, else a copy."""
 
-SHARES = "shares memory"
-"""In ``meta``: what is known of that, where operands have been replaced since."""
-
-IN_PLACE = "in_place"
-"""In ``meta``: the model writes the result over the first operand, whose dtype it has, whatever the others are."""
-
-NO_GRAD = "no_grad"
-"""In ``meta``: the region ``with torch.no_grad()`` that a node comes from."""
-
 
 def gives_view(node: Node) -> bool:
     """Whether the value of a captured call shares memory with its first argument: views, and parts of a split."""
@@ -77,14 +66,14 @@ def gives_view(node: Node) -> bool:
     returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
     if not any(value.alias_info is not None for value in returns):
         return False
-    return node.target not in MAYBE_COPIES or NO_GRAD in node.meta or shares_memory(node)
+    return node.target not in MAYBE_COPIES or Meta.no_grad.is_set(node) or shares_memory(node)
 
 
 def shares_memory(node: Node) -> bool:
     """Whether a value and what it was made of were one in the example. Not known across the border of a region."""
-    if SHARES in node.meta:
-        return bool(node.meta[SHARES])
-    value, source = node.meta.get("val"), viewed(node).meta.get("val")
+    if Meta.shares_memory.is_set(node):
+        return meta(node).shares_memory
+    value, source = Meta.val.get(node), Meta.val.get(viewed(node))
     both = isinstance(value, torch.Tensor) and isinstance(source, torch.Tensor)
     return both and bool(torch._C._is_alias_of(value, source))  # type: ignore[attr-defined]
 
@@ -225,7 +214,7 @@ def functional(node: Node, old: Node) -> Node | None:
     if target is aten.copy_.default:
         node.args, node.kwargs = (node.args[1],), {}
     elif promotes(node):
-        node.meta[IN_PLACE] = True
+        meta(node).in_place = True
     node.target = overload
     node._rename(name[:-1])
     return node

@@ -19,12 +19,10 @@ from torch.fx.node import map_arg
 
 from distfx.errors import CaptureError
 from distfx.ir import ops
+from distfx.ir.meta import Meta, inherit, meta
 from distfx.ir.nodes import arguments, aten
 from distfx.passes.capture.mutation import (
-    IN_PLACE,
     MAYBE_COPIES,
-    NO_GRAD,
-    SHARES,
     UNSAID,
     functional_form,
     gives_view,
@@ -53,14 +51,13 @@ _RESHAPED = (
 )
 _TURNED = (aten.transpose.int, aten.t.default, aten.swapaxes.default, aten.swapdims.default, aten.mT.default)
 _SAME = (aten.alias.default, *UNSAID, *(target for target in MAYBE_COPIES if target not in _RESHAPED))
-_ORIGIN = "origin"
 
 
 def put_back_writes(graph: Graph) -> None:
     """Rewrite, in place, the writes that others see."""
     for node in graph.nodes:  # before operands are replaced, whose memory is another
         if node.target in (*MAYBE_COPIES, aten.einsum.default):
-            node.meta[SHARES] = shares_memory(node)
+            meta(node).shares_memory = shares_memory(node)
     for node in list(graph.nodes):
         written = node.op == "call_function" and writes(node) and isinstance(node.args[0], Node)
         if node.target is aten.copy_.default:
@@ -71,12 +68,12 @@ def put_back_writes(graph: Graph) -> None:
 
 def _fit(graph: Graph, copy: Node) -> None:
     """What is copied gets the shape and dtype of what it is copied into."""
-    place, source = copy.meta["val"], copy.args[1]
+    place, source = meta(copy).val, copy.args[1]
     assert isinstance(source, Node)
     with graph.inserting_before(copy):
-        if source.meta["val"].dtype != place.dtype:
+        if meta(source).val.dtype != place.dtype:
             source = _call(graph, copy, aten.to.dtype, (source, place.dtype))
-        if source.meta["val"].shape != place.shape:
+        if meta(source).val.shape != place.shape:
             shape = [
                 size if isinstance(size, int) else _call(graph, copy, aten.sym_size.int, (copy.args[0], dim))
                 for dim, size in enumerate(place.shape)
@@ -93,11 +90,11 @@ def _origin(write: Node) -> Node | None:
     if target.target is aten.detach.default and _region(target) is not None:
         origin: Node = target.args[0]
         return origin
-    return target.meta.get(_ORIGIN)  # it was written before
+    return Meta.written_tensor.get(target)  # it was written before
 
 
 def _region(node: Node) -> Any:
-    return node.meta.get(NO_GRAD)
+    return Meta.no_grad.get(node)
 
 
 def _root(view: Any) -> Any:
@@ -121,8 +118,8 @@ def _put_back(graph: Graph, write: Node) -> None:
         given = write.args[1:2] if write.target is aten.copy_.default else write.args
         inner = _call(graph, write, target, given, {} if target is aten.clone.default else dict(write.kwargs))
         if target is not aten.clone.default and promotes(write):
-            inner.meta[IN_PLACE] = True
-            inner.meta["val"] = inner.meta["val"].to(written.meta["val"].dtype)
+            meta(inner).in_place = True
+            meta(inner).val = meta(inner).val.to(meta(written).val.dtype)
         new = {written: inner}
         for view, parent in itertools.pairwise(path):
             value = _whole(graph, write, view, parent, new[view])
@@ -146,7 +143,7 @@ def _put_back(graph: Graph, write: Node) -> None:
                     found.append(user)
         outside, origin = new[written], _origin(write)
         if origin is not None:
-            inner.meta[_ORIGIN] = origin
+            meta(inner).written_tensor = origin
             outside = new[origin] if origin in new else _call(graph, write, ops.straight, (origin, inner))
     for user in list(write.users):
         user.replace_input_with(write, new[written] if _region(user) == _region(write) else outside)
@@ -159,13 +156,13 @@ def _put_back(graph: Graph, write: Node) -> None:
 
 
 def _source(node: Node) -> str:
-    lines = (node.meta.get("stack_trace") or "the model").strip().splitlines()
+    lines = (Meta.stack_trace.get(node) or "the model").strip().splitlines()
     return " ".join(line.strip() for line in lines[-2:])
 
 
 def _erase(graph: Graph, node: Node) -> None:
     """Remove a node that nothing uses, and what only led to it."""
-    if node.users or node.op != "call_function" or "put back" not in node.meta:
+    if node.users or node.op != "call_function" or not Meta.rebuilt.is_set(node):
         return
     operands = list(node.all_input_nodes)
     graph.erase_node(node)
@@ -176,13 +173,13 @@ def _erase(graph: Graph, node: Node) -> None:
 def _whole(graph: Graph, write: Node, view: Node, parent: Node, new: Node) -> Node | None:
     """The value of ``parent`` after its ``view`` has become ``new``; ``None`` where nobody knows."""
     target = view.target
-    rank = parent.meta["val"].dim() if isinstance(parent.meta.get("val"), torch.Tensor) else 0
+    rank = meta(parent).val.dim() if isinstance(Meta.val.get(parent), torch.Tensor) else 0
 
     def call(target: Any, *args: Any, **kwargs: Any) -> Node:
         return _call(graph, write, target, args, kwargs)
 
     def size(tensor: Node, dim: int) -> Any:
-        known = tensor.meta["val"].shape[dim]
+        known = meta(tensor).val.shape[dim]
         return known if isinstance(known, int) else call(aten.sym_size.int, tensor, dim)
 
     if target is aten.detach.default:
@@ -220,7 +217,7 @@ def _cut_in(call: Any, whole: Node, piece: Node, dim: int, start: Any, end: Any)
     """``whole`` with ``[start, end)`` of ``dim`` replaced by ``piece``."""
     before = call(aten.slice.Tensor, whole, dim, 0, start)
     after = call(aten.slice.Tensor, whole, dim, end, _END)
-    parts = [part for part in (before, piece, after) if not statically_known_true(part.meta["val"].shape[dim] == 0)]
+    parts = [part for part in (before, piece, after) if not statically_known_true(meta(part).val.shape[dim] == 0)]
     result: Node = call(aten.cat.default, parts, dim) if len(parts) > 1 else (*parts, piece)[0]
     return result
 
@@ -229,7 +226,7 @@ def _strided(call: Any, size: Any, whole: Node, piece: Node, dim: int, start: An
     """The same for every ``step``-th position."""
     if not isinstance(start, int) or start < 0 or end != _END:
         return None
-    value = whole.meta["val"]
+    value = meta(whole).val
     place = call(aten.arange.default, size, device=value.device)
     steps = call(aten.sub.Tensor, place, start)
     number = call(aten.div.Scalar_mode, steps, step, rounding_mode="floor")
@@ -248,19 +245,16 @@ def _again(graph: Graph, write: Node, view: Node, whole: Node, new: Node) -> Nod
         return new
     args, kwargs = map_arg((view.args, view.kwargs), lambda n: new if n is whole else n)
     made = _call(graph, write, view.target, args, kwargs)
-    if SHARES in view.meta:
-        made.meta[SHARES] = view.meta[SHARES]
+    inherit(made, view, Meta.shares_memory)
     return made
 
 
 def _call(graph: Graph, write: Node, target: Any, args: Any, kwargs: Any = None) -> Node:
     """A call in place of ``write``, with the value that it has in the example."""
     node = graph.call_function(target, tuple(args), dict(kwargs or {}))
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    node.meta = {
-        key: write.meta[key] for key in ("stack_trace", "nn_module_stack", "autocast", NO_GRAD) if key in write.meta
-    }
-    node.meta["put back"] = True
-    with write.meta["val"].fake_mode:
-        node.meta["val"] = args[1] if target is ops.straight else target(*args, **kwargs)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: meta(n).val)
+    inherit(node, write, Meta.stack_trace, Meta.nn_module_stack, Meta.autocast, Meta.no_grad)
+    meta(node).rebuilt = True
+    with meta(write).val.fake_mode:
+        meta(node).val = args[1] if target is ops.straight else target(*args, **kwargs)
     return node

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distfx.grid import Segment
-from distfx.ir.moves import BoundMove, Half
+from distfx.ir.moves import BoundMove, Transfer
 from distfx.report import ledger
 from distfx.runtime.autograd.transfers import start
-from distfx.runtime.comm.failure import During
+from distfx.runtime.comm.failure import CommunicationScope
 from distfx.runtime.comm.transport import Pending
 
-__all__ = ["RunMove", "begin", "finish"]
+__all__ = ["Refresh", "RunMove", "begin", "finish"]
 
 T = TypeVar("T")
 
@@ -41,16 +41,18 @@ class RunMove:
         self.last = last
         """Whether images lie channels last."""
         self.__name__ = name or move.name
-        self.during = {phase: During(self.__name__, node, path, segment, phase) for phase in ("forward", "backward")}
+        self.during = {
+            phase: CommunicationScope(self.__name__, node, path, segment, phase) for phase in ("forward", "backward")
+        }
 
     def __call__(self, x: Tensor) -> Tensor:
         return _Whole.apply(x, self)
 
-    def start(self, half: Half, x: Tensor, phase: str) -> Pending[Tensor]:
+    def start(self, half: Transfer, x: Tensor, phase: str) -> Pending[Tensor]:
         """Start one half, and enter it into the ledger."""
         return self.begin(half, phase, x.element_size(), lambda: start(half, x, self.segment, self.last))
 
-    def begin(self, half: Half, phase: str, itemsize: int, action: Callable[[], Pending[T]]) -> Pending[T]:
+    def begin(self, half: Transfer, phase: str, itemsize: int, action: Callable[[], Pending[T]]) -> Pending[T]:
         """Start one half by ``action``, and enter it into the ledger."""
         if ledger.is_open():
             ledger.record(self.node, self.__name__, half.axes, phase, half.sent_bytes(itemsize), half.messages)
@@ -64,6 +66,24 @@ class RunMove:
 
     def __repr__(self) -> str:
         return f"<{self.__name__} along {','.join(self.move.forward.axes)} of {self.segment.size} ranks>"
+
+
+class Refresh:
+    """Gather the slices of a buffer that the ranks of a segment wrote, into each rank's copy of it."""
+
+    def __init__(self, gather: BoundMove, segment: Segment, node: str, path: str | None) -> None:
+        self.move, self.segment, self.node, self.path = gather, segment, node, path
+        self.__name__ = "refresh"
+
+    def __call__(self, buffer: Tensor) -> None:
+        half: Transfer = self.move.forward
+        take = self.move.backward
+        sent = half.sent_bytes(buffer.element_size())
+        ledger.record(self.node, self.__name__, half.axes, "forward", sent, half.messages)
+        whole = buffer.data  # not counted as a change: backward may have saved slices, whose values stay
+        part = start(take, whole, self.segment).wait()
+        with CommunicationScope(self.__name__, self.node, self.path, self.segment, "forward"):
+            whole.copy_(start(half, part, self.segment).wait())
 
 
 class _Whole(torch.autograd.Function):

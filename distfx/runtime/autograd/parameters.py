@@ -1,16 +1,16 @@
 """Parameters as shards: DTensors on one mesh, and the reduction of their gradients.
 
 A parameter's gradient is summed only over the ranks that hold the same shard and used it in different ways. Gradients
-are reduced in buckets, asynchronously, as backward produces them. The order is left to autograd, which runs nodes in
-the reverse order of their making: each bucket is taken by two functions, :class:`_Late` made before the forward pass
-and :class:`_Early` just before the bucket's first use. Going back, ``_Early`` runs as soon as the bucket's gradients
-are there and starts the reduction; ``_Late`` runs when all other work is done and waits for it. Hooks, gradient
-accumulation and ``autograd.grad`` therefore see finished gradients.
+are reduced in buckets, asynchronously, as backward produces them. Autograd runs nodes in the
+reverse order of their creation, so each bucket goes through two functions: :class:`_WaitForReduction` before the
+forward pass, and :class:`_StartReduction` just before its first use. In backward, ``_StartReduction`` runs as soon as
+the bucket's gradients are there and starts the reduction; ``_WaitForReduction`` runs when all other work is done, and
+waits for it. Hooks, gradient accumulation and ``autograd.grad`` therefore see finished gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +23,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distfx.errors import DistfxError
 from distfx.grid import Grid, Segment
+from distfx.ir import volumes
+from distfx.ir.buckets import Bucket
 from distfx.ir.layout import Layout
 from distfx.report import ledger
-from distfx.runtime.comm.failure import During
+from distfx.runtime.comm.failure import CommunicationScope
 from distfx.runtime.comm.transport import Work, all_reduce, send_receive
 from distfx.runtime.kernels.formats import empty, is_channels_last, memory_order
 
-__all__ = ["BeforeBackward", "Bucket", "Gradients", "distribute", "placements", "to_dtensor"]
-
-BUCKET_BYTES = 8 << 20
-"""A bucket is closed when it holds so much. Small enough that reduction starts early, large enough to hide latency."""
-
+__all__ = ["BeforeBackward", "Gradients", "SegmentBucket", "distribute", "placements", "to_dtensor"]
 
 # ---------------------------------------------------------------------------------------------------- shards
 
@@ -54,7 +52,7 @@ def to_dtensor(local: Tensor, like_shape: torch.Size, layout: Layout, grid: Grid
 
 def distribute(value: Tensor, layout: Layout, grid: Grid, *, broadcast: bool) -> DTensor:
     """This rank's shard of ``value``, of rank 0's if ``broadcast``. ``value`` itself is left as it was."""
-    whole, settled = value.detach(), layout.settled()
+    whole, settled = value.detach(), layout.storage()
     device = grid.device
 
     def part(rank: int) -> Tensor:
@@ -66,7 +64,7 @@ def distribute(value: Tensor, layout: Layout, grid: Grid, *, broadcast: bool) ->
     own = part(grid.rank)
     shard = empty(own.shape, whole, is_channels_last(whole), device)
     if broadcast and grid.size > 1:
-        with During(f"broadcast of a parameter of shape {tuple(value.shape)}"):
+        with CommunicationScope(f"broadcast of a parameter of shape {tuple(value.shape)}"):
             shard.copy_(_from_first(part, own, settled, grid, device))
     else:
         shard.copy_(own)
@@ -101,21 +99,20 @@ def _wait(works: Sequence[Work]) -> None:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Parameters whose gradients travel together: by name, with the segment over which they are summed."""
+class SegmentBucket:
+    """A bucket with the segment over which its gradients are summed."""
 
-    names: tuple[str, ...]
+    bucket: Bucket
     segment: Segment
-    label: str
-    owned: bool = False
-    """Whether the gradients are new tensors of which nobody else holds any part, so that they may be written."""
-    last: bool = False
-    """Whether weights, and so their gradients, lie channels last."""
 
-    def during(self) -> During:
-        """The reduction, for a message about its failure: named after the first and last parameter."""
-        names = " ... ".join(dict.fromkeys((self.names[0], self.names[-1])))
-        return During("all_reduce", self.label, names, self.segment, "backward")
+    @classmethod
+    def of(cls, bucket: Bucket, grid: Grid) -> SegmentBucket:
+        return cls(bucket, grid.segment(bucket.axes))
+
+    def scope(self) -> CommunicationScope:
+        """The scope of the allreduce. Its path is the names of the first and last parameter."""
+        names = " ... ".join(dict.fromkeys((self.bucket.names[0], self.bucket.names[-1])))
+        return CommunicationScope("all_reduce", self.bucket.label, names, self.segment, "backward")
 
 
 def _laid_as(grad: Tensor, param: Tensor) -> Tensor:
@@ -126,11 +123,11 @@ def _laid_as(grad: Tensor, param: Tensor) -> Tensor:
     return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 
 
-class _Flight:
-    """A bucket of one forward pass: the reduction of its gradients while it is under way."""
+class _BucketReduction:
+    """The reduction of one bucket's gradients in one backward pass."""
 
-    def __init__(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
-        self.bucket = bucket
+    def __init__(self, target: SegmentBucket, params: Sequence[Tensor]) -> None:
+        self.target, self.bucket = target, target.bucket
         self.params = params
         """The shards: their gradients lie in memory as they do, which fused optimizers take for granted."""
         self.work: Work | None = None
@@ -138,21 +135,21 @@ class _Flight:
 
     def start(self, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Start summing gradients, of those parameters that have one; gives views of the buffer of the sums."""
-        segment = self.bucket.segment
+        segment = self.target.segment
         if segment.size == 1:
             return tuple(given)
-        orders = [memory_order(param.dim(), self.bucket.last) for param in self.params]
+        orders = [memory_order(param.dim(), self.bucket.channels_last) for param in self.params]
         grads = [grad.permute(order) for grad, (order, _) in zip(given, orders, strict=True) if grad is not None]
         if not grads:
             return tuple(given)
         if len(grads) == 1 and grads[0].is_contiguous():
-            self.flat = grads[0] if self.bucket.owned else grads[0].clone()
+            self.flat = grads[0] if self.bucket.may_overwrite else grads[0].clone()
         else:
             self.flat = torch.cat([grad.reshape(-1) for grad in grads])
-        sent = ledger.allreduce_bytes(self.flat.numel() * self.flat.element_size(), segment.size)
-        messages = ledger.allreduce_messages(segment.size)
+        sent = volumes.allreduce_bytes(self.flat.numel() * self.flat.element_size(), segment.size)
+        messages = volumes.allreduce_messages(segment.size)
         ledger.record(self.bucket.label, "all_reduce", segment.axes, "backward", sent, messages)
-        with self.bucket.during():
+        with self.target.scope():
             self.work = all_reduce(segment, self.flat)
         sizes = [grad.numel() for grad in grads]
         parts = iter(self.flat.reshape(-1).split(sizes))
@@ -164,19 +161,19 @@ class _Flight:
     def wait(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The sums, in the views that ``start`` gave."""
         if self.work is not None:
-            with self.bucket.during():
+            with self.target.scope():
                 self.work.wait()
         self.work = self.flat = None
         pairs = zip(grads, self.params, strict=True)
         return [None if grad is None else _laid_as(grad, param) for grad, param in pairs]
 
 
-class _Late(torch.autograd.Function):
+class _WaitForReduction(torch.autograd.Function):
     """From DTensors to their local tensors. Back: waits, and gives the gradients as DTensors."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, *params: DTensor) -> tuple[Tensor, ...]:
-        ctx.flight = flight
+    def forward(ctx: Any, reduction: _BucketReduction, *params: DTensor) -> tuple[Tensor, ...]:
+        ctx.reduction = reduction
         ctx.set_materialize_grads(False)  # a parameter that took no part has no gradient, as on one device
         ctx.specs = [p._spec for p in params]
         return tuple(p._local_tensor.detach() for p in params)  # as to_local, which takes 10 us for each
@@ -184,40 +181,40 @@ class _Late(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
-        triples = zip(ctx.flight.wait(grads), ctx.specs, ctx.needs_input_grad[1:], strict=True)
+        triples = zip(ctx.reduction.wait(grads), ctx.specs, ctx.needs_input_grad[1:], strict=True)
         # placed as the parameter is; DTensor.from_local derives that anew, which takes some 70 us for each
         wrapped = (DTensor(g, s, requires_grad=False) if g is not None and needed else None for g, s, needed in triples)
         return (None, *wrapped)
 
 
-class _Early(torch.autograd.Function):
+class _StartReduction(torch.autograd.Function):
     """The identity on local tensors. Back: starts the reduction of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, flight: _Flight, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.flight = flight
+    def forward(ctx: Any, reduction: _BucketReduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.reduction = reduction
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)  # with the very strides, which ``view_as`` may change
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.flight.start(grads))
+        return (None, *ctx.reduction.start(grads))
 
 
 class Gradients:
     """The parameters and buffers of one forward pass, as local tensors; created before it."""
 
-    def __init__(self, tensors: Mapping[str, DTensor], buckets: Sequence[Bucket], seed: int = 0) -> None:
+    def __init__(self, tensors: Mapping[str, DTensor], buckets: Sequence[SegmentBucket], seed: int = 0) -> None:
         self.tensors = tensors
         self.seed = seed
         """What the random operators of this pass draw from."""
-        self.waiting: list[tuple[_Flight, tuple[Tensor, ...]] | None] = []
-        for bucket in buckets:
-            params = [tensors[name] for name in bucket.names]
+        self.waiting: list[tuple[_BucketReduction, tuple[Tensor, ...]] | None] = []
+        for target in buckets:
+            params = [tensors[name] for name in target.bucket.names]
             if torch.is_grad_enabled() and any(p.requires_grad for p in params):
-                flight = _Flight(bucket, [p._local_tensor for p in params])
-                self.waiting.append((flight, _Late.apply(flight, *params)))
+                reduction = _BucketReduction(target, [p._local_tensor for p in params])
+                self.waiting.append((reduction, _WaitForReduction.apply(reduction, *params)))
             else:
                 self.waiting.append(None)
         self.buckets = buckets
@@ -227,9 +224,9 @@ class Gradients:
         taken = self.waiting[index]
         if taken is None:
             with torch.no_grad():
-                return tuple(self.tensors[name].to_local() for name in self.buckets[index].names)
-        flight, tensors = taken
-        return _Early.apply(flight, *tensors)
+                return tuple(self.tensors[name].to_local() for name in self.buckets[index].bucket.names)
+        reduction, tensors = taken
+        return _StartReduction.apply(reduction, *tensors)
 
     def plain(self, name: str) -> Tensor:
         """The local tensor of a buffer, or of a parameter without gradient."""
@@ -254,30 +251,3 @@ class BeforeBackward:
         changed = [tensor._local_tensor for tensor, version in self.held if tensor._version != version]
         torch.autograd.graph.increment_version(changed)
         self.held = [(tensor, tensor._version) for tensor, _ in self.held]  # the graph may be gone through again
-
-
-def make_buckets(
-    wanted: Sequence[tuple[str, tuple[str, ...], int, torch.dtype]],
-    grid: Grid,
-    owned: Collection[str] = (),
-    last: bool = False,
-    limit: int = BUCKET_BYTES,
-) -> list[Bucket]:
-    """Group parameters ``(name, axes of the sum, local bytes, dtype)``, in order of use, into buckets.
-
-    ``owned``: those whose gradients may be written; ``last``: see :class:`Bucket`. Backward meets parameters in
-    reverse, so grouping starts from the end; only neighbours of one segment and dtype share.
-    """
-    groups: list[tuple[tuple[str, ...], torch.dtype, list[str], int]] = []
-    open_groups: dict[tuple[tuple[str, ...], torch.dtype], int] = {}
-    for name, axes, nbytes, dtype in reversed(wanted):
-        at = open_groups.get((axes, dtype))
-        if at is None or groups[at][3] + nbytes > limit:
-            open_groups[axes, dtype] = at = len(groups)
-            groups.append((axes, dtype, [], 0))
-        axes, dtype, names, total = groups[at]
-        groups[at] = (axes, dtype, [*names, name], total + nbytes)
-    return [
-        Bucket(tuple(reversed(names)), grid.segment(axes), f"gradients[{number}]", all(n in owned for n in names), last)
-        for number, (axes, _, names, _) in enumerate(groups)
-    ]

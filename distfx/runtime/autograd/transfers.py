@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distfx.grid import Segment
 from distfx.ir.exchange import Message
-from distfx.ir.moves import Along, Half, Masked, Nothing, Put, Reduce, Take, Transpose
+from distfx.ir.moves import DimExchange, FirstRankOnly, Identity, Narrow, Reduce, Transfer, Transpose, ZeroPad
 from distfx.runtime.comm.transport import (
     Pending,
     Ready,
@@ -42,28 +42,28 @@ class _InFlight(Pending[Tensor]):
 
 
 @singledispatch
-def start(half: Half, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
+def start(half: Transfer, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
     """Start ``half`` on the local tensor ``x``; ``last``: images lie channels last, on all ranks alike."""
     raise TypeError(f"no way to run {type(half).__name__}")
 
 
 @start.register
-def _(half: Nothing, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
+def _(half: Identity, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
     return Ready(x)
 
 
 @start.register
-def _(half: Masked, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
+def _(half: FirstRankOnly, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
     return Ready(x if half.keep else torch.zeros_like(x))
 
 
 @start.register
-def _(half: Take, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
+def _(half: Narrow, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
     return Ready(x.narrow(half.dim, half.lo, half.after[half.dim]))
 
 
 @start.register
-def _(half: Put, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
+def _(half: ZeroPad, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
     result = empty(half.after, x, last).zero_()
     result.narrow(half.dim, half.lo, half.before[half.dim]).copy_(x)
     return Ready(result)
@@ -120,13 +120,13 @@ def _landing(result: Tensor, dim: int, message: Message) -> tuple[Tensor, bool]:
 
 
 @start.register
-def _(half: Along, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
+def _(half: DimExchange, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
     if _even_gather(half, segment) and has_native_gather(segment, x):
         return _native_scatter(half, x, segment, last) if half.adjoint else _native_gather(half, x, segment, last)
     return _turned(half, x, segment, last) if half.adjoint else _straight(half, x, segment, last)
 
 
-def _straight(half: Along, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
+def _straight(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
     plan, dim = half.schedule, half.dim
     if (run := plan.local_run) is not None:
         return Ready(x if run == (0, x.shape[dim]) else x.narrow(dim, *run))
@@ -162,7 +162,7 @@ def _fill(result: Tensor, dim: int, message: Message, value: float) -> None:
         result.narrow(dim, *run).fill_(value)
 
 
-def _turned(half: Along, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
+def _turned(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
     """The adjoint: what was received goes back and is added where it came from."""
     plan, dim = half.schedule, half.dim
     if (run := plan.local_run) is not None:
@@ -190,7 +190,7 @@ def _turned(half: Along, x: Tensor, segment: Segment, last: bool) -> Pending[Ten
     return _InFlight(works, finish, [x, *(t for _, t in sends)])
 
 
-def _padded(half: Along, x: Tensor, lo: int, last: bool) -> Tensor:
+def _padded(half: DimExchange, x: Tensor, lo: int, last: bool) -> Tensor:
     result = empty(half.after, x, last).zero_()
     result.narrow(half.dim, lo, x.shape[half.dim]).copy_(x)
     return result
@@ -199,12 +199,12 @@ def _padded(half: Along, x: Tensor, lo: int, last: bool) -> Tensor:
 # -- even gathers on backends that have fast ones
 
 
-def _even_gather(half: Along, segment: Segment) -> bool:
+def _even_gather(half: DimExchange, segment: Segment) -> bool:
     """Whether the members of the segment, who all must answer alike, gather equal parts in order."""
     return half.schedule.even and list(segment.members) == sorted(segment.members)
 
 
-def _native_gather(half: Along, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
+def _native_gather(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
     order, back = memory_order(x.dim(), last)
     part, dim = x.permute(order).contiguous(), order.index(half.dim)
     gathered = torch.empty((segment.size, *part.shape), dtype=x.dtype, device=x.device)
@@ -216,7 +216,7 @@ def _native_gather(half: Along, x: Tensor, segment: Segment, last: bool) -> Pend
     return _InFlight([work], finish, [part, gathered])
 
 
-def _native_scatter(half: Along, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
+def _native_scatter(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
     order, back = memory_order(x.dim(), last)
     dim = order.index(half.dim)
     parts = x.permute(order).unflatten(dim, (segment.size, half.schedule.owned)).movedim(dim, 0).contiguous()

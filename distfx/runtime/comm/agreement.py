@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distfx.errors import DistfxError, RankMismatchError
-from distfx.runtime.comm.failure import During
-from distfx.runtime.comm.gloo import let_others_first
+from distfx.runtime.comm.failure import CommunicationScope
+from distfx.runtime.comm.gloo import deprioritize_polling_threads
 
-__all__ = ["agree", "compare_values", "digest", "host_group", "next_number", "together"]
+__all__ = ["agree", "compare_values", "digest", "host_group", "next_number", "raise_on_all_ranks"]
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def host_group() -> Any:
         return world
     if _host is None or _host[0] is not world:
         _host = (world, dist.new_group(backend="gloo"))
-        let_others_first()
+        deprioritize_polling_threads()
     return _host[1]
 
 
@@ -54,7 +54,7 @@ def agree(world: int, what: str, mine: str, flags: int = 0) -> int:
     own = torch.tensor([digest(mine), flags], dtype=torch.int64)
     every = torch.empty(2 * world, dtype=torch.int64)
     texts: list[Any] = [None] * world
-    with During(f"comparison of the ranks' {what}"):
+    with CommunicationScope(f"comparison of the ranks' {what}"):
         group = host_group()
         dist.all_gather_single(every, own, group=group)
         digests, given = every[::2].tolist(), every[1::2].tolist()
@@ -84,7 +84,7 @@ def next_number(world: int) -> int:
     global _given
     number = torch.tensor([_given + 1], dtype=torch.int64)
     if world > 1:
-        with During("numbering of what the ranks make together"):
+        with CommunicationScope("numbering of what the ranks make together"):
             dist.all_reduce(number, op=dist.ReduceOp.MAX, group=host_group())
     _given = int(number)
     return _given
@@ -113,7 +113,7 @@ def _checksum(value: Tensor) -> str:
     return hashlib.blake2b(data, digest_size=4).hexdigest()
 
 
-def together(world: int, make: Callable[[], T]) -> T:
+def raise_on_all_ranks(world: int, make: Callable[[], T]) -> T:
     """What ``make`` gives; raises on every rank if it fails on any."""
     made, problem = None, None
     try:
@@ -129,7 +129,7 @@ def _agree_on_outcome(world: int, error: Exception | None) -> None:
     if world > 1:
         failed = torch.tensor([error is not None], dtype=torch.int64)
         texts: list[Any] = [None] * world
-        with During("comparison of the ranks' compilations"):
+        with CommunicationScope("comparison of the ranks' compilations"):
             group = host_group()
             dist.all_reduce(failed, group=group)
             if int(failed) and int(failed) != world:

@@ -8,7 +8,7 @@ Of a silent rank on the same machine more can be said: each leaves its process i
 whether it is dead or stopped. A stopped one would outlive the job, for a launcher's SIGTERM does not reach it until it
 goes on: the survivors ask it to end, and wake it.
 
-Nothing here runs while all is well: :class:`During` is a ``try`` with a name.
+Nothing here runs while all is well: :class:`CommunicationScope` is a ``try`` with a name.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from distfx.errors import CommunicationError, say
+from distfx.errors import CommunicationError, log_to_stderr
 
 if TYPE_CHECKING:
     from distfx.grid import Segment
 
-__all__ = ["During", "all_left", "announce", "announce_uncaught", "broken", "explain", "introduce", "leave"]
+__all__ = ["CommunicationScope", "all_left", "announce", "announce_uncaught", "broken", "explain", "introduce", "leave"]
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def broken() -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class During:
+class CommunicationScope:
     """``with During(...)``: a failure to communicate inside becomes a :class:`CommunicationError` that says where.
 
     Other errors stay what they are, and get a note that says where.
@@ -73,7 +73,7 @@ class During:
     """The ranks that take part; ``None``: all."""
     phase: str = ""
 
-    def __enter__(self) -> During:
+    def __enter__(self) -> CommunicationScope:
         return self
 
     def __exit__(
@@ -185,7 +185,7 @@ def _report(where: str, members: Sequence[int], error: BaseException) -> str:
             with contextlib.suppress(Exception):
                 _within(ANSWER, lambda: _tell(_store(), "waits", f"{where}: {peers}"[:2000]))
         if told.is_set():
-            say(text)
+            log_to_stderr(text)
     return text
 
 

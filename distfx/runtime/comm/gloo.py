@@ -12,13 +12,13 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["let_others_first"]
+__all__ = ["deprioritize_polling_threads"]
 
 _POLLING = "gloo_tcp_loop"
 _TASKS = Path("/proc/self/task")
 
 
-def let_others_first() -> None:
+def deprioritize_polling_threads() -> None:
     """Put the polling threads that there are now into the batch class; to be called when process groups were made.
 
     Where there is no such class, or no leave to choose it, all stays as it is.

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distfx.errors import say
+from distfx.errors import log_to_stderr
 from distfx.runtime.comm import failure, mpi
-from distfx.runtime.comm.gloo import let_others_first
+from distfx.runtime.comm.gloo import deprioritize_polling_threads
 
 __all__ = ["DEFAULT_TIMEOUT", "LAUNCHERS", "Launch", "expand_nodelist", "init"]
 
@@ -94,7 +94,7 @@ def init(backend: str | None = None, timeout: float | timedelta | None = None, l
     if dist.is_initialized():
         if _current is None or _current[1] is not dist.group.WORLD:
             _current = (_adopt(), dist.group.WORLD, None)
-            let_others_first()
+            deprioritize_polling_threads()
         _agree(_current[0], wanted, launcher, limit, _current[2])
         return _current[0]
 
@@ -109,7 +109,7 @@ def init(backend: str | None = None, timeout: float | timedelta | None = None, l
     name = {"mpi": mpi.BACKEND, "nccl": "cpu:gloo,cuda:nccl"}.get(launch.backend, launch.backend)
     store = _store(found, limit)
     dist.init_process_group(name, store=store, rank=found.rank, world_size=found.world, timeout=limit)
-    let_others_first()
+    deprioritize_polling_threads()
     if found.world > 1:
         failure.introduce()
         failure.announce_uncaught(keeps_store=found.rank == 0 and found.launcher != "torchrun")
@@ -118,7 +118,7 @@ def init(backend: str | None = None, timeout: float | timedelta | None = None, l
     _current = (launch, dist.group.WORLD, limit)
     if launch.rank == 0 and launch.world > 1 and os.environ.get("DISTFX_QUIET", "0") in ("", "0"):
         how = f"{launch.world} ranks by {launch.launcher}, backend {launch.backend}, device {launch.device.type}"
-        say(how)
+        log_to_stderr(how)
     return launch
 
 

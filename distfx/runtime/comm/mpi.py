@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distfx.errors import say
+from distfx.errors import log_to_stderr
 from distfx.runtime.comm import failure
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ class MpiWork(dist.Work):
             if self._error is None:
                 future.set_result(self._outputs)
             else:  # C++ sees only that there is no result: the reason would be lost
-                say(str(self._error))
+                log_to_stderr(str(self._error))
                 future.set_exception(self._error)
 
     def _timed_out(self, limit: float) -> dist.DistBackendError:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["InFull", "lowered", "lowered_dtype"]
+__all__ = ["WithoutAutocast", "autocast_dtype", "autocast_operands"]
 
 
-class InFull:
+class WithoutAutocast:
     """A call that the model makes ``with torch.autocast(enabled=False)``, whatever the caller of the model does."""
 
     def __init__(self, target: Callable[..., Any]) -> None:
@@ -27,16 +27,16 @@ class InFull:
             return self.target(*args, **kwargs)
 
 
-def lowered_dtype(x: Tensor) -> torch.dtype:
+def autocast_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which autocast, if it is on, lets a convolution or product of ``x`` be computed."""
     device = x.device.type
     eligible = x.is_floating_point() and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else x.dtype
 
 
-def lowered(x: Tensor, *others: Tensor | None) -> list[Any]:
+def autocast_operands(x: Tensor, *others: Tensor | None) -> list[Any]:
     """Operands of a convolution as autocast casts them; as they are where it is off."""
     tensors = (x, *others)
     if not torch.is_autocast_enabled(x.device.type):
         return list(tensors)
-    return [None if t is None else t.to(lowered_dtype(t)) for t in tensors]
+    return [None if t is None else t.to(autocast_dtype(t)) for t in tensors]

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distfx.ir.exchange import Message, Schedule
-from distfx.ir.moves import Along
+from distfx.ir.exchange import ExchangeSchedule, Message
+from distfx.ir.moves import DimExchange
 from distfx.runtime.autograd.moves import RunMove
 from distfx.runtime.autograd.transfers import pack, place
 from distfx.runtime.comm.transport import Pending, Work, send_receive
-from distfx.runtime.kernels.autocast import lowered
-from distfx.runtime.kernels.formats import laid
+from distfx.runtime.kernels.autocast import autocast_operands
+from distfx.runtime.kernels.formats import to_memory_format
 
 __all__ = ["HaloConvolution"]
 
@@ -62,7 +62,9 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _strip(lo: int, hi: int, outputs: int, taps: int, stride: int, dilation: int, plan: Schedule) -> Strip | None:
+def _strip(
+    lo: int, hi: int, outputs: int, taps: int, stride: int, dilation: int, plan: ExchangeSchedule
+) -> Strip | None:
     """The strip for the received rows that lie in ``[lo, hi)`` of the window."""
     parts = []
     for number, (_, message) in enumerate(plan.receive):
@@ -88,7 +90,7 @@ def _strip(lo: int, hi: int, outputs: int, taps: int, stride: int, dilation: int
     return Strip(rows, tap, end - tap + 1, out, outs, tuple(parts))
 
 
-def _strips(half: Along, taps: int, stride: int, dilation: int) -> tuple[int, tuple[Strip, ...]] | None:
+def _strips(half: DimExchange, taps: int, stride: int, dilation: int) -> tuple[int, tuple[Strip, ...]] | None:
     """The padding that puts the block's own convolution in its place, and the strips; ``None`` if there is none."""
     plan, reach = half.schedule, dilation * (taps - 1)
     source, target = plan.keep
@@ -121,7 +123,7 @@ class HaloConvolution:
         empty: tuple[int, ...] | None,
     ) -> None:
         half = run.move.forward
-        assert isinstance(half, Along)
+        assert isinstance(half, DimExchange)
         self.run, self.half = run, half
         self.stride, self.padding, self.dilation, self.groups = list(stride), list(padding), list(dilation), groups
         self.empty = empty
@@ -135,7 +137,7 @@ class HaloConvolution:
             self.around[at], self.strips = found
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = _HaloConvolution.apply(*lowered(x, weight, bias), self)
+        result: Tensor = _HaloConvolution.apply(*autocast_operands(x, weight, bias), self)
         return result
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
@@ -185,7 +187,7 @@ class _HaloConvolution(torch.autograd.Function):
                 return x.new_zeros(conv.empty)
             return conv.convolve(whole, weight, bias, conv.padding)
         plan = half.schedule
-        x = laid(x, run.last)  # a slice of an input: copied once, not by each kernel
+        x = to_memory_format(x, run.last)  # a slice of an input: copied once, not by each kernel
         flight = run.begin(half, "forward", x.element_size(), lambda: _edges(run, x, dim, plan.send, plan.receive))
         result = conv.convolve(x, weight, bias, conv.around)
         received = run.wait(flight, "forward")

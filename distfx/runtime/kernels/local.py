@@ -13,19 +13,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distfx.grid import Segment
+from distfx.ir import volumes
 from distfx.ir.layout import Window
 from distfx.report import ledger
-from distfx.runtime.comm.failure import During
+from distfx.runtime.comm.failure import CommunicationScope
 from distfx.runtime.comm.transport import all_reduce
-from distfx.runtime.kernels.autocast import lowered, lowered_dtype
-from distfx.runtime.kernels.formats import laid
+from distfx.runtime.kernels.autocast import autocast_dtype, autocast_operands
+from distfx.runtime.kernels.formats import to_memory_format
 
 __all__ = [
     "KERNELS",
     "BatchNorm",
     "Collective",
     "Statistics",
-    "Zero",
+    "ZeroResult",
     "add_bias",
     "avg_pool",
     "conv_transpose",
@@ -51,7 +52,7 @@ class _Zeros(torch.autograd.Function):
         return (None, None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors))
 
 
-class Zero:
+class ZeroResult:
     """The kernel of a rank whose part is empty: zeros of the right shape (a sum over nothing, or no elements)."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype | None = None, product: bool = False) -> None:
@@ -60,7 +61,7 @@ class Zero:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        dtype = lowered_dtype(tensors[0]) if self.product else self.dtype  # as the ranks have it that do compute
+        dtype = autocast_dtype(tensors[0]) if self.product else self.dtype  # as the ranks have it that do compute
         return _Zeros.apply(self.shape, dtype, *tensors)
 
 
@@ -101,9 +102,11 @@ def mean(x: Tensor, dims: Sequence[int], *, keepdim: bool, count: int, dtype: to
     return (x.sum(list(dims), keepdim=keepdim, dtype=wide) / count).to(result)
 
 
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, last: bool) -> Tensor:
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, channels_last: bool) -> Tensor:
     """A convolution under autocast, too: on CPUs that knows ``conv2d`` and its like, but not what they call."""
-    result: Tensor = torch.ops.aten.convolution(*lowered(laid(x, last), weight, bias), *rest)
+    result: Tensor = torch.ops.aten.convolution(
+        *autocast_operands(to_memory_format(x, channels_last), weight, bias), *rest
+    )
     return result
 
 
@@ -126,9 +129,9 @@ def conv_transpose(
     block; what is computed of the neighbours' blocks is cut off, and outputs that no tap reaches are zero.
     """
     channels = weight.shape[1] * groups
-    x, weight, bias = lowered(x, weight, bias)
+    x, weight, bias = autocast_operands(x, weight, bias)
     if x.numel() == 0 or weight.numel() == 0 or min(size) == 0:
-        result = Zero((x.shape[0], channels, *size), product=True)(x, weight)
+        result = ZeroResult((x.shape[0], channels, *size), product=True)(x, weight)
         return result if bias is None else add_bias(result, bias, dim=1)
     rank = len(size)
     pads, extra, cuts = [0] * rank, [0] * rank, []
@@ -169,7 +172,7 @@ def avg_pool(
     Each window's sum is divided by its count in the whole input: with its padding (``include``) or without.
     """
     if x.numel() == 0 or min(size) == 0:
-        return Zero((*x.shape[:2], *size))(x)
+        return ZeroResult((*x.shape[:2], *size))(x)
     rank = len(size)
     widths: list[int] = []
     wide = torch.promote_types(x.dtype, torch.float32)  # in half precision 257 is none
@@ -190,7 +193,7 @@ def causal_attention(
 ) -> Tensor:
     """Attention of the queries from number ``start`` on, each to the keys up to its own number."""
     if q.numel() == 0:
-        return Zero((*q.shape[:-1], v.shape[-1]), product=True)(q, k, v)
+        return ZeroResult((*q.shape[:-1], v.shape[-1]), product=True)(q, k, v)
     seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril_(start)
     return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=gqa)
 
@@ -214,9 +217,9 @@ class Collective:
         ranks = self.segment.size
         if ranks == 1:
             return value
-        sent = ledger.allreduce_bytes(value.numel() * value.element_size(), ranks)
-        ledger.record(self.node, self.__name__, self.segment.axes, phase, sent, ledger.allreduce_messages(ranks))
-        with During(self.__name__, self.node, self.path, self.segment, phase):
+        sent = volumes.allreduce_bytes(value.numel() * value.element_size(), ranks)
+        ledger.record(self.node, self.__name__, self.segment.axes, phase, sent, volumes.allreduce_messages(ranks))
+        with CommunicationScope(self.__name__, self.node, self.path, self.segment, phase):
             all_reduce(self.segment, value, op).wait()
         return value
 

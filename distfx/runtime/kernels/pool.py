@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distfx.runtime.kernels.local import Zero
+from distfx.runtime.kernels.local import ZeroResult
 
 __all__ = ["adaptive_pool", "max_pool_index"]
 
@@ -25,7 +25,7 @@ def adaptive_pool(
     rank = len(size)
     lead = x.shape[: x.dim() - rank]
     if x.numel() == 0 or min(size) == 0:
-        return Zero((*lead, *size), torch.int64 if kind == "index" else None)(x)
+        return ZeroResult((*lead, *size), torch.int64 if kind == "index" else None)(x)
     index = torch.zeros(x.shape, dtype=torch.int64, device=x.device) if kind == "index" else None
     stride = 1
     for i in reversed(range(rank)):
@@ -80,7 +80,7 @@ def max_pool_index(
     rank = len(size)
     lead = x.shape[: x.dim() - rank]
     if x.numel() == 0 or min(size) == 0:
-        return Zero((*lead, *size), torch.int64)(x)
+        return ZeroResult((*lead, *size), torch.int64)(x)
     aten = torch.ops.aten
     pools: tuple[Callable[..., Any], ...] = (
         aten.max_pool1d_with_indices,

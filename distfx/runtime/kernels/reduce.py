@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from distfx.grid import Segment
 from distfx.runtime.kernels.local import Collective
 
-__all__ = ["KINDS", "Kind", "Reduction"]
+__all__ = ["KINDS", "Reduction"]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -60,7 +59,8 @@ class Reduction(Collective):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__("reduce", segment, node)
-        self.kind, self.dims, self.keepdim, self.part = KINDS[kind], dims, keepdim, part
+        self.kind, self.compute = kind, KINDS[kind]
+        self.dims, self.keepdim, self.part = dims, keepdim, part
         self.start, self.extent, self.order, self.dtype = start, extent, order, dtype
         self.greatest = not kind.endswith("min")
         self.log = kind.startswith("log")
@@ -70,7 +70,7 @@ class Reduction(Collective):
         return math.prod(self.extent)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.kind.run(x if self.dtype is None else x.to(self.dtype), self)
+        return self.compute(x if self.dtype is None else x.to(self.dtype), self)
 
     # -- what the kinds are made of; all of these keep the reduced dims as ones
 
@@ -250,7 +250,7 @@ class _Variance(torch.autograd.Function):
         wide = _wide(x)
         mean = r.sum(r.fold(wide), "forward") / r.count
         result = r.sum(r.fold((wide - mean).square_()), "forward") / max(0, r.count - r.order)
-        result = result.sqrt_() if r.kind.name == "std" else result
+        result = result.sqrt_() if r.kind == "std" else result
         ctx.save_for_backward(x, mean, result)
         ctx.r = r
         return r.squeeze(result).to(x.dtype)
@@ -261,7 +261,7 @@ class _Variance(torch.autograd.Function):
         x, mean, result = ctx.saved_tensors
         r: Reduction = ctx.r
         scale = r.unsqueeze(_wide(grad)) / (r.count - r.order)
-        scale = (scale / result).masked_fill_(result == 0, 0) if r.kind.name == "std" else 2 * scale
+        scale = (scale / result).masked_fill_(result == 0, 0) if r.kind == "std" else 2 * scale
         return ((_wide(x) - mean) * scale).to(x.dtype), None
 
 
@@ -336,34 +336,23 @@ def _cumulative_product(x: Tensor, r: Reduction) -> Tensor:
     return (wide.cumprod(dim) * before).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How a reduction is made, and what it sends: allreduces of a ``value``, an ``index`` or a ``flag`` for each
-    result, or of every rank's value (``stack``)."""
-
-    name: str
-    run: Callable[[Tensor, Reduction], Tensor]
-    forward: tuple[str, ...] = ()
-    backward: tuple[str, ...] = ()
-
-
-_ROWS = (
-    Kind("softmax", _Softmax.apply, ("value", "value"), ("value",)),
-    Kind("log_softmax", _Softmax.apply, ("value", "value"), ("value",)),
-    Kind("logsumexp", _LogSumExp.apply, ("value", "value")),
-    Kind("amax", _Extreme.apply, ("value",), ("value",)),
-    Kind("amin", _Extreme.apply, ("value",), ("value",)),
-    Kind("max", _Pick.apply, ("value", "index")),
-    Kind("min", _Pick.apply, ("value", "index")),
-    Kind("argmax", _argument, ("value", "index")),
-    Kind("argmin", _argument, ("value", "index")),
-    Kind("any_max", _truth, ("flag",)),
-    Kind("all_min", _truth, ("flag",)),
-    Kind("var", _Variance.apply, ("value", "value")),
-    Kind("std", _Variance.apply, ("value", "value")),
-    Kind("norm", _Norm.apply, ("value",)),
-    Kind("prod", _product, ("stack",)),
-    Kind("cumsum", _cumulative, ("stack",), ("stack",)),
-    Kind("cumprod", _cumulative_product, ("stack",), ("stack",)),
-)
-KINDS = {kind.name: kind for kind in _ROWS}
+KINDS: dict[str, Callable[[Tensor, Reduction], Tensor]] = {
+    "softmax": _Softmax.apply,
+    "log_softmax": _Softmax.apply,
+    "logsumexp": _LogSumExp.apply,
+    "amax": _Extreme.apply,
+    "amin": _Extreme.apply,
+    "max": _Pick.apply,
+    "min": _Pick.apply,
+    "argmax": _argument,
+    "argmin": _argument,
+    "any_max": _truth,
+    "all_min": _truth,
+    "var": _Variance.apply,
+    "std": _Variance.apply,
+    "norm": _Norm.apply,
+    "prod": _product,
+    "cumsum": _cumulative,
+    "cumprod": _cumulative_product,
+}
+"""The function that computes each kind. What it sends is in :data:`distfx.ir.reductions.TRAFFIC`."""

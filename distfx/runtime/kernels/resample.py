@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distfx.ir.layout import Window
-from distfx.runtime.kernels.local import Zero
+from distfx.runtime.kernels.local import ZeroResult
 
 __all__ = ["resample"]
 
@@ -76,7 +76,7 @@ def resample(
     Along a split dim ``x`` starts at the first position that the block's window (``first``: lo, mul, div) needs.
     """
     if x.numel() == 0 or min(size) == 0:
-        return Zero((*x.shape[:2], *size))(x)
+        return ZeroResult((*x.shape[:2], *size))(x)
     for i, (total, count) in enumerate(zip(extent, size, strict=True)):
         where = torch.arange(start[i], start[i] + count, device=x.device)
         window = first[i]

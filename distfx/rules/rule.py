@@ -14,25 +14,38 @@ from typing import Any
 from torch.fx import Node
 
 from distfx.ir.layout import Layout, Window
+from distfx.ir.meta import meta
 from distfx.ir.nodes import aten
 from distfx.ir.ops import LocalSize
 from distfx.ir.symbolic import Size
-from distfx.rules.notation import Word, parse
+from distfx.rules.notation import DimPattern, parse
 
-__all__ = ["Call", "Choice", "Row", "Site", "Sized", "Spec", "Words", "aten", "dims_spec", "pattern_spec", "unchanged"]
+__all__ = [
+    "BoundCall",
+    "Call",
+    "DimPatterns",
+    "LocalContext",
+    "OpSpec",
+    "Rule",
+    "RuleChoice",
+    "aten",
+    "spec_from_dims",
+    "spec_from_pattern",
+    "unchanged",
+]
 
-Words = tuple[Word, ...]
+DimPatterns = tuple[DimPattern, ...]
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Spec:
+class OpSpec:
     """One call of an operator: its operands with their dims' factors, the factors' extents, the windows."""
 
-    row: Row
+    rule: Rule
     node: Node
-    operands: tuple[tuple[Node, Words], ...]
-    result: Words
+    operands: tuple[tuple[Node, DimPatterns], ...]
+    result: DimPatterns
     extents: Mapping[str, Size]
     windows: Mapping[tuple[int, str], Window] = field(default_factory=dict)
     """The window through which an operand, by its number, is read along a factor."""
@@ -49,10 +62,10 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Site:
+class LocalContext:
     """Where a call becomes local: the axes of each factor, the result's layout, the arguments in place."""
 
-    spec: Spec
+    spec: OpSpec
     axes: Mapping[str, tuple[str, ...]]
     layout: Layout
     args: tuple[Any, ...]
@@ -71,22 +84,22 @@ class Site:
 
     def blocks(self, kind: type[LocalSize], first: int = 2) -> list[LocalSize]:
         """Start or size of this rank's block of each of the result's dims, from dim ``first`` on."""
-        shape = self.node.meta["shape"]
+        shape = meta(self.node).shape
         return [kind(size, split) for size, split in zip(shape[first:], self.layout.dims[first:], strict=True)]
 
     def sizes(self) -> list[Any]:
         """The local shape of the result."""
-        shape = self.node.meta["shape"]
+        shape = meta(self.node).shape
         return [
             LocalSize(size, split) if split.axes else size for size, split in zip(shape, self.layout.dims, strict=True)
         ]
 
 
 @dataclass(frozen=True)
-class Sized:
+class BoundCall:
     """A localised call when its sizes have become numbers."""
 
-    spec: Spec
+    spec: OpSpec
     node: Node
     shape: tuple[int, ...]
     """Of the result, global."""
@@ -96,16 +109,16 @@ class Sized:
 
     def operand(self, index: int) -> tuple[int, ...]:
         """The global shape of an operand."""
-        return tuple(self.number(size) for size in self.spec.operands[index][0].meta["shape"])
+        return tuple(self.number(size) for size in meta(self.spec.operands[index][0]).shape)
 
 
 @dataclass(frozen=True)
-class Row:
+class Rule:
     """One row of the table."""
 
     name: str
     pattern: str
-    local: Callable[[Site], Call]
+    local: Callable[[LocalContext], Call]
     tensors: tuple[int, ...] = (0,)
     windows: Callable[[Node], Sequence[Window]] | None = None
     """The windows of the first operand's windowed dims, in order."""
@@ -116,60 +129,60 @@ class Row:
     """Whether it is a sum of products, which autocast computes in its dtype."""
     scatter: str | None = None
     """The factor over which a partial result is scattered."""
-    build: Callable[[Row, Node], Spec | None] | None = None
+    build: Callable[[Rule, Node], OpSpec | None] | None = None
     """Makes the spec of operators whose dims vary; by default it comes from the pattern."""
-    check: Callable[[Sized], str | None] | None = None
+    check: Callable[[BoundCall], str | None] | None = None
     """What is wrong with a call at some sizes, in words that follow its description: what capture left open."""
     cost: str = ""
     """What it communicates, in words, for the documentation."""
 
-    def spec(self, node: Node) -> Spec | None:
+    def spec(self, node: Node) -> OpSpec | None:
         """The iteration space of a call, or ``None`` if the row does not fit it."""
-        return self.build(self, node) if self.build else pattern_spec(self, node)
+        return self.build(self, node) if self.build else spec_from_pattern(self, node)
 
 
 @dataclass(frozen=True)
-class Choice:
+class RuleChoice:
     """Several rows of one operator, of which ``pick`` finds the one that fits a call."""
 
-    pick: Callable[[Node], Row | None]
-    rows: tuple[Row, ...]
+    pick: Callable[[Node], Rule | None]
+    rules: tuple[Rule, ...]
 
 
-def unchanged(site: Site) -> Call:
+def unchanged(context: LocalContext) -> Call:
     """The same call, on local tensors."""
-    return site.node.target, site.args, dict(site.node.kwargs)
+    return context.node.target, context.args, dict(context.node.kwargs)
 
 
-def pattern_spec(row: Row, node: Node) -> Spec | None:
+def spec_from_pattern(rule: Rule, node: Node) -> OpSpec | None:
     """A spec from the row's pattern, with as many spatial dims as the result has."""
-    rank = len(node.meta["shape"]) - 2
+    rank = len(meta(node).shape) - 2
     if rank not in (0, 1, 2, 3):
         return None
-    pattern = parse(row.pattern, rank)
-    operands: list[tuple[Node, Words]] = []
+    pattern = parse(rule.pattern, rank)
+    operands: list[tuple[Node, DimPatterns]] = []
     extents: dict[str, Size] = {}
-    for position, words in zip(row.tensors, pattern.operands, strict=True):
+    for position, words in zip(rule.tensors, pattern.operands, strict=True):
         operand = node.args[position] if position < len(node.args) else None
         if not isinstance(operand, Node):
             continue
-        if len(operand.meta["shape"]) != len(words):
+        if len(meta(operand).shape) != len(words):
             return None
         operands.append((operand, words))
     for operand, words in [*operands, (node, pattern.result)]:
-        for word, extent in zip(words, operand.meta["shape"], strict=True):
+        for word, extent in zip(words, meta(operand).shape, strict=True):
             if len(word.factors) == 1 and not word.window:
                 extents[word.factors[0]] = extent
     through = [word.factors[0] for word in pattern.operands[0] if word.window]
-    found = list(row.windows(node)) if row.windows else []
+    found = list(rule.windows(node)) if rule.windows else []
     if len(found) != len(through):
         return None  # an input without a batch
     windows = dict(zip(((0, factor) for factor in through), found, strict=True))
-    return Spec(row, node, tuple(operands), pattern.result, extents, windows, fill=row.fill)
+    return OpSpec(rule, node, tuple(operands), pattern.result, extents, windows, fill=rule.fill)
 
 
-def dims_spec(
-    row: Row,
+def spec_from_dims(
+    rule: Rule,
     node: Node,
     operands: Sequence[tuple[Node, Sequence[int | None]]],
     result: Sequence[int | None],
@@ -177,19 +190,19 @@ def dims_spec(
     mode: str = "constant",
     fill: float = 0.0,
     extents: Mapping[int, Size] | None = None,
-) -> Spec:
+) -> OpSpec:
     """A spec whose factors are numbers: for each dim of an operand its factor, or ``None`` where it stays whole."""
 
-    def words(numbers: Sequence[int | None], at: int | None) -> Words:
+    def words(numbers: Sequence[int | None], at: int | None) -> DimPatterns:
         through = {factor for operand, factor in windows or {} if operand == at}
-        return tuple(Word(() if n is None else (f"d{n}",), n in through) for n in numbers)
+        return tuple(DimPattern(() if n is None else (f"d{n}",), n in through) for n in numbers)
 
     sizes: dict[str, Size] = {f"d{n}": size for n, size in (extents or {}).items()}
     for other, numbers in [*operands, (node, result)]:
-        sizes |= {f"d{n}": s for n, s in zip(numbers, other.meta["shape"], strict=True) if n is not None}
-    sizes |= {f"d{n}": s for n, s in zip(result, node.meta["shape"], strict=True) if n is not None}
-    return Spec(
-        row,
+        sizes |= {f"d{n}": s for n, s in zip(numbers, meta(other).shape, strict=True) if n is not None}
+    sizes |= {f"d{n}": s for n, s in zip(result, meta(node).shape, strict=True) if n is not None}
+    return OpSpec(
+        rule,
         node,
         tuple((operand, words(numbers, i)) for i, (operand, numbers) in enumerate(operands)),
         words(result, None),
