@@ -21,7 +21,7 @@ from torch.fx.node import map_aggregate
 from distfx.errors import DistfxError
 from distfx.ir.layout import Coords, Layout, Split, Window
 from distfx.ir.meta import Meta, meta
-from distfx.ir.moves import Exchange, Move, Slice
+from distfx.ir.moves import Exchange, Slice
 from distfx.ir.nodes import describe
 from distfx.ir.ops import LocalPart, LocalSize
 from distfx.ir.symbolic import evaluate, evaluate_number, evaluate_shape
@@ -45,57 +45,77 @@ def bind(
 
     ``local_inputs`` names the inputs that come as this rank's part. ``dtypes`` has the present dtypes of parameters.
     """
-    coords = grid.placement()
     for node in module.graph.nodes:  # before any move is bound, which may fail on some ranks only
         if node.op != "output" and Meta.layout.is_set(node) and not Meta.multiple.get(node):
-            _check(node, _whole_shape(node, values), values, coords)
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    parts: set[Node] = set()
-
-    def evaluated(value: Any) -> Any:
-        if isinstance(value, LocalSize):
-            return int(_evaluate_size(value, values).at(coords))
-        if isinstance(value, LocalPart):
-            return int(value.at(coords))
-        return evaluate_number(value, values) if isinstance(value, sympy.Basic) else value
-
-    for node in module.graph.nodes:
-        new = graph.node_copy(node, lambda operand: copies[operand])
-        new.args, new.kwargs = map_aggregate(new.args, evaluated), map_aggregate(new.kwargs, evaluated)
-        copies[node] = new
-        if node.op == "output" or not Meta.layout.is_set(node):
-            continue
-        if node.op == "placeholder" and node.name in local_inputs:
-            parts.add(new)
-        if Meta.multiple.get(node):
-            continue
-        shape = meta(new).shape = _whole_shape(node, values)
-        move = Meta.move.get(node)
-        if isinstance(move, Move):
-            source = new.args[0]
-            assert isinstance(source, Node)
-            operand = node.args[0]
-            if source in parts and isinstance(move, Slice) and len(operand.users) == 1:
-                copies[node] = source
-                meta(source).layout = meta(node).layout
-                meta(source).local_shape = _local(meta(node).layout, shape, grid)
-                graph.erase_node(new)
-                continue
-            if isinstance(move, Exchange):
-                move = replace(move, extent=evaluate(move.extent, values), target=_evaluate_split(move.target, values))
-            if isinstance(move, Slice):
-                move = replace(move, unit=evaluate(move.unit, values))
-            layout = Meta.written_layout.get(node) or meta(source).layout
-            part = _local(layout, shape, grid) if Meta.written_layout.is_set(node) else meta(source).local_shape
-            bound = move.bind(evaluate_layout(layout, values), shape, part, grid)
-            meta(new).transfers, meta(new).local_shape, meta(new).move = bound, bound.forward.after, move
-            if not any(split.window for split in meta(node).layout.dims):
-                meta(new).part_shape = _local(meta(node).layout, shape, grid, values)
-        else:
-            meta(new).local_shape = _local(meta(node).layout, shape, grid, values)
+            _check(node, _global_shape(node, values), values, grid.placement())
+    graph = _Binder(values, grid, frozenset(local_inputs)).run(module.graph)
     _convert_dtypes(graph, dtypes or {})
     return GraphModule(module, graph)
+
+
+class _Binder:
+    """Copies a graph and evaluates its sizes."""
+
+    def __init__(self, values: Values, grid: Grid, local_inputs: frozenset[str]) -> None:
+        self.values, self.grid, self.local_inputs = values, grid, local_inputs
+        self.graph = Graph()
+        self.copies: dict[Node, Node] = {}
+
+    def run(self, graph: Graph) -> Graph:
+        for node in graph.nodes:
+            copy = self.copies[node] = self.graph.node_copy(node, lambda operand: self.copies[operand])
+            copy.args = map_aggregate(copy.args, self._argument)
+            copy.kwargs = map_aggregate(copy.kwargs, self._argument)
+            if node.op == "output" or not Meta.layout.is_set(node) or Meta.multiple.get(node):
+                continue
+            meta(copy).shape = _global_shape(node, self.values)
+            if not Meta.move.is_set(node):
+                meta(copy).local_shape = self._local_shape(meta(node).layout, meta(copy).shape)
+            elif self._is_done_by_caller(node, copy):
+                self._skip(node, copy)
+            else:
+                self._bind_move(node, copy)
+        return self.graph
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, LocalSize):
+            return int(_evaluate_size(value, self.values).at(self.grid.placement()))
+        if isinstance(value, LocalPart):
+            return int(value.at(self.grid.placement()))
+        return evaluate_number(value, self.values) if isinstance(value, sympy.Basic) else value
+
+    def _local_shape(self, layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
+        layout = evaluate_layout(layout, self.values)
+        return tuple(int(size) for size in layout.local_shape(shape, self.grid.placement()))
+
+    def _is_done_by_caller(self, node: Node, copy: Node) -> bool:
+        """Whether a slice takes this rank's part of an input that comes as this part."""
+        source = copy.args[0]
+        assert isinstance(source, Node)
+        is_local = source.op == "placeholder" and source.name in self.local_inputs
+        return is_local and isinstance(meta(node).move, Slice) and len(node.all_input_nodes[0].users) == 1
+
+    def _skip(self, node: Node, copy: Node) -> None:
+        """Leave out a slice, whose operand already has its layout."""
+        source = self.copies[node] = copy.all_input_nodes[0]
+        meta(source).layout = meta(node).layout
+        meta(source).local_shape = self._local_shape(meta(node).layout, meta(copy).shape)
+        self.graph.erase_node(copy)
+
+    def _bind_move(self, node: Node, copy: Node) -> None:
+        values, shape, move = self.values, meta(copy).shape, meta(node).move
+        source = copy.all_input_nodes[0]
+        if isinstance(move, Exchange):
+            move = replace(move, extent=evaluate(move.extent, values), target=_evaluate_split(move.target, values))
+        if isinstance(move, Slice):
+            move = replace(move, unit=evaluate(move.unit, values))
+        written = Meta.written_layout.get(node)
+        layout = written or meta(source).layout
+        local_shape = meta(source).local_shape if written is None else self._local_shape(layout, shape)
+        transfers = move.bind(evaluate_layout(layout, values), shape, local_shape, self.grid)
+        meta(copy).transfers, meta(copy).local_shape, meta(copy).move = transfers, transfers.forward.after, move
+        if not any(split.window for split in meta(node).layout.dims):
+            meta(copy).part_shape = self._local_shape(meta(node).layout, shape)
 
 
 def converted_dtypes(graph: Graph, dtypes: Mapping[str, torch.dtype]) -> dict[torch.dtype, torch.dtype]:
@@ -119,17 +139,12 @@ def _convert_dtypes(graph: Graph, dtypes: Mapping[str, torch.dtype]) -> None:
             meta(node).dtype = changed[meta(node).dtype]
 
 
-def _whole_shape(node: Node, values: Values) -> tuple[int, ...]:
-    return evaluate_shape(meta(node).shape, values) if Meta.shape.get(node) is not None else ()
-
-
-def _local(layout: Layout, shape: Sequence[int], grid: Grid, values: Values | None = None) -> tuple[int, ...]:
-    layout = evaluate_layout(layout, values or {})
-    return tuple(int(size) for size in layout.local_shape(shape, grid.placement()))
+def _global_shape(node: Node, values: Values) -> tuple[int, ...]:
+    return evaluate_shape(Meta.shape.get(node) or (), values)
 
 
 def _evaluate_split(split: Split, values: Values) -> Split:
-    """A split whose granule and window are numbers."""
+    """A split whose unit and window are numbers."""
     window = split.window
     if window is not None:
         window = Window(*(evaluate(size, values) for size in (window.lo, window.hi, window.mul, window.div)))
@@ -141,7 +156,7 @@ def _evaluate_size(size: LocalSize, values: Values) -> LocalSize:
 
 
 def evaluate_layout(layout: Layout, values: Values) -> Layout:
-    """A layout whose granules and windows are numbers."""
+    """A layout whose units and windows are numbers."""
     return replace(layout, dims=tuple(_evaluate_split(split, values) for split in layout.dims))
 
 
@@ -149,27 +164,27 @@ def evaluate_layout(layout: Layout, values: Values) -> Layout:
 
 
 def _check(node: Node, shape: tuple[int, ...], values: Values, coords: Coords) -> None:
-    """Shapes that make no sense, and what the row of the operator has to say of them: the same error on all ranks."""
+    """Raise if the operator cannot take these sizes: the same error on all ranks."""
     decision = Meta.decision.get(node)
-    empty = math.prod(shape) == 0 and node.op == "call_function" and decision is not None
-    if empty or any(size < 0 for size in shape):
-        raise DistfxError(f"{_sizes(values)}: the result of {describe(node)} would have shape {shape}")
+    is_empty = math.prod(shape) == 0 and node.op == "call_function" and decision is not None
+    if is_empty or any(size < 0 for size in shape):
+        raise DistfxError(f"{_show(values)}: the result of {describe(node)} would have shape {shape}")
     if decision is None or decision.spec is None or decision.spec.rule.check is None:
         return
-    sized = BoundCall(decision.spec, node, shape, lambda s: evaluate(s, values), lambda s: _smallest(s, values, coords))
-    if wrong := decision.spec.rule.check(sized):
-        raise DistfxError(f"{_sizes(values)}: {describe(node)} {wrong}")
+    call = BoundCall(decision.spec, node, shape, lambda s: evaluate(s, values), lambda s: _smallest(s, values, coords))
+    if problem := decision.spec.rule.check(call):
+        raise DistfxError(f"{_show(values)}: {describe(node)} {problem}")
 
 
 def _smallest(size: Any, values: Values, coords: Coords) -> int:
-    """The least that a size is on any rank."""
+    """The smallest value of a size on any rank."""
     if not isinstance(size, LocalSize):
         return int(evaluate(size, values))
-    numbered = _evaluate_size(size, values)
+    local_size = _evaluate_size(size, values)
     ranks = {axis: coords[axis][1] for axis in size.split.axes}
     places = itertools.product(*map(range, ranks.values()))
-    return min(int(numbered.at({a: (i, ranks[a]) for a, i in zip(ranks, at, strict=True)})) for at in places)
+    return min(int(local_size.at({a: (i, ranks[a]) for a, i in zip(ranks, at, strict=True)})) for at in places)
 
 
-def _sizes(values: Values) -> str:
+def _show(values: Values) -> str:
     return "with " + ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) if values else "here"

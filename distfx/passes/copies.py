@@ -1,4 +1,7 @@
-"""copies: copy buffers that are read before the graph writes into them, because backward may need the old values."""
+"""copies: copy the values of a buffer that are read before the graph writes into it.
+
+in: a bound graph.   out: the same graph. Backward may need the values that the buffer had before the write.
+"""
 
 from __future__ import annotations
 
@@ -14,45 +17,45 @@ from distfx.ir.nodes import aten
 
 __all__ = ["copy_before_writes"]
 
+_ALIASES = (ops.to_varying, ops.to_replicated, aten.detach.default)
+"""Calls that return their operand itself in forward."""
+
 
 def copy_before_writes(graph: Graph) -> None:
-    """What is read of a buffer before the graph writes into it is a copy: backward may need it as it was."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        buffer = _written(node)
+    """Insert a copy before each reader of a buffer whose result is not used after the buffer is written."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for write in list(graph.nodes):
+        buffer = _written_buffer(write)
         if buffer is None:
             continue
-        same = [buffer, *(user for user in buffer.users if user.target in _ITSELF)]
-        for source, reader in [(each, user) for each in same for user in each.users if user not in same]:
-            last = max(place[use] for use in _uses(reader))
-            if last < place[node] and _written(reader) is None and reader.target is not ops.refresh:
+        aliases = [buffer, *(user for user in buffer.users if user.target in _ALIASES)]
+        for source, reader in [(each, user) for each in aliases for user in each.users if user not in aliases]:
+            last_use = max(position[use] for use in _uses(reader))
+            is_read = _written_buffer(reader) is None and reader.target is not ops.refresh
+            if is_read and last_use < position[write]:
                 with graph.inserting_before(reader):
                     copy = graph.call_function(torch.clone, (source,))
-                inherit(copy, source, Meta.shape, Meta.local_shape, Meta.layout, Meta.dtype)
-                place[copy] = place[reader]
+                inherit(copy, source, Meta.shape, Meta.local_shape, Meta.layout, Meta.dtype, Meta.channels_last)
+                position[copy] = position[reader]
                 reader.replace_input_with(source, copy)
 
 
-def _written(node: Node) -> Node | None:
-    """The buffer into which a call of the model writes."""
+def _written_buffer(node: Node) -> Node | None:
+    """The buffer that a call of the model writes into, or ``None``."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
         return None
-    place: Any = node.args[0]
-    while isinstance(place, Node) and place.target in _ITSELF:
-        place = place.args[0]
-    return place if isinstance(place, Node) and place.op == "get_attr" else None
-
-
-_ITSELF = (ops.to_varying, ops.to_replicated, aten.detach.default)
-"""What gives the very tensor, going forward."""
+    operand: Any = node.args[0]
+    while isinstance(operand, Node) and operand.target in _ALIASES:
+        operand = operand.args[0]
+    return operand if isinstance(operand, Node) and operand.op == "get_attr" else None
 
 
 def _uses(node: Node) -> Iterator[Node]:
-    """A call, and those that read what it reads by way of the view that it gives."""
+    """A call, and the calls that read its result if that is a view."""
     yield node
     schema = getattr(node.target, "_schema", None)
-    views = schema is not None and any(given.alias_info is not None for given in schema.returns)
-    if views or node.target in (ops.slice, aten.reshape.default):
+    is_view = schema is not None and any(returned.alias_info is not None for returned in schema.returns)
+    if is_view or node.target in (ops.slice, aten.reshape.default):
         for user in node.users:
             yield from _uses(user)

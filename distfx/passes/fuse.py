@@ -19,7 +19,7 @@ def fuse_halos(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and (halo := _own_halo(node)) is not None:
             _, weight, bias, stride, padding, dilation, _, _, groups = node.args
-            empty = is_empty(node)  # decided by the extended input
+            empty = is_empty(node)  # before the extended input is replaced by the block
             node.target, node.args = ops.halo_convolution, (halo.args[0], weight, bias)
             node.kwargs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "empty": empty}
             inherit(node, halo, Meta.transfers, Meta.move, Meta.owner)
@@ -27,9 +27,9 @@ def fuse_halos(graph: Graph) -> None:
 
 
 def _own_halo(node: Node) -> Node | None:
-    """The halo exchange just before a convolution and for it alone: the two may become one kernel.
+    """The halo exchange directly before a convolution that no other call reads, or ``None``.
 
-    A matter of the graph, not of this rank's part, and nothing communicates in between: on every rank alike.
+    The answer depends on the graph alone, so it is the same on all ranks; and nothing communicates between the two.
     """
     source = node.args[0] if node.args else None
     if node.target is not aten.convolution.default or not isinstance(source, Node) or source.target is not ops.halo:
@@ -37,5 +37,5 @@ def _own_halo(node: Node) -> Node | None:
     between = source.next
     while between is not node and between.op == "get_attr":
         between = between.next
-    alone = list(source.users) == [node] and node.all_input_nodes.count(source) == 1
-    return source if alone and between is node and not node.args[6] else None
+    only_reader = list(source.users) == [node] and node.all_input_nodes.count(source) == 1
+    return source if only_reader and between is node and not node.args[6] else None

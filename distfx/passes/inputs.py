@@ -23,9 +23,10 @@ def match_inputs(
     dtypes: Sequence[torch.dtype],
     any_rank: bool = False,
 ) -> Values:
-    """The values of the symbols for inputs of these shapes; an error that says what does not fit.
+    """The values of a graph's symbols for inputs of these shapes.
 
-    A ``SizeError`` where another capture may fit; with ``any_rank`` that includes inputs of another rank.
+    Raises ``SizeError`` if another graph may be valid for these inputs, else ``DistfxError``. With ``any_rank``, inputs
+    of another rank raise ``SizeError``.
     """
     values: Values = {}
     if len(specs) != len(shapes):
@@ -42,25 +43,25 @@ def match_inputs(
                 f"input {spec.name} is {dtype}, but the model was captured with {spec.dtype}: convert the input "
                 f"(x.to({spec.dtype})), or convert the model before parallelize."
             )
-        for dim, (size, have) in enumerate(zip(spec.shape, shape, strict=True)):
+        for dim, (size, actual) in enumerate(zip(spec.shape, shape, strict=True)):
             if isinstance(size, sympy.Symbol):
-                known = values.setdefault(size, have)
-                if known != have:
+                known = values.setdefault(size, actual)
+                if known != actual:
                     raise SizeError(
-                        f"input {spec.name} has {size} = {have} in dim {dim}, but another input has {known}"
+                        f"input {spec.name} has {size} = {actual} in dim {dim}, but another input has {known}"
                     )
-            elif isinstance(size, int) and size != have:
+            elif isinstance(size, int) and size != actual:
                 what = "channels" if dim == 1 else f"size in dim {dim}"
-                raise SizeError(f"input {spec.name} has {have} {what}, but the model takes {size}: {expected}")
+                raise SizeError(f"input {spec.name} has {actual} {what}, but the model takes {size}: {expected}")
     for spec, shape in zip(specs, shapes, strict=True):
-        if (whole := evaluate_shape(spec.shape, values)) != shape:
-            raise DistfxError(f"input {spec.name} has shape {shape}, where the model as captured needs {whole}")
+        if (expected_shape := evaluate_shape(spec.shape, values)) != shape:
+            raise DistfxError(f"input {spec.name} has shape {shape}, but the captured model needs {expected_shape}")
     return values
 
 
 def check_batch(specs: Sequence[InputSpec], shapes: Sequence[tuple[int, ...]], samples: int) -> None:
-    """Raise for a batch that is smaller than the axis over which ``samples`` ranks split it."""
-    batch = max((spec.shape for spec in specs), key=len, default=())[:1]  # a short vector may be anything
+    """Raise if a batch has fewer samples than the axis ``n`` has ranks (``samples``)."""
+    batch = max((spec.shape for spec in specs), key=len, default=())[:1]  # the input of the highest rank has the batch
     for spec, shape in zip(specs, shapes, strict=True):
         if samples > 1 and spec.shape[:1] == batch and shape and shape[0] < samples and not isinstance(batch[0], int):
             raise DistfxError(

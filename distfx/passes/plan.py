@@ -13,7 +13,7 @@ from distfx.ir.layout import Layout
 from distfx.ir.meta import meta
 from distfx.passes.capture.export import Capture
 from distfx.planner.decisions import Decisions, Pins
-from distfx.planner.search import decide
+from distfx.planner.search import search
 
 __all__ = ["plan"]
 
@@ -22,7 +22,7 @@ _MEANING = {"n": "samples", "c": "channels or filters", "d": "a depth dim", "h":
 
 def plan(capture: Capture, axes: Mapping[str, int], pins: Pins, stored: Mapping[str, Layout]) -> Decisions:
     """Decide for every operator of ``capture``. ``stored`` has the parameters whose layout another graph has fixed."""
-    decisions = decide(capture.graph, axes, capture.hints, pins, stored, capture.mutated)
+    decisions = search(capture.graph, axes, capture.hints, pins, stored, capture.mutated)
     _check_axes(decisions, axes)
     for node, decision in decisions.nodes.items():
         meta(node).decision = decision

@@ -29,12 +29,10 @@ _ACTIVATIONS: dict[Any, Any] = {
     aten.leaky_relu.default: aten.leaky_relu_.default,
     aten.elu.default: aten.elu_.default,
 }
-"""Those whose gradient autograd takes from their result."""
-
+"""Activations whose gradient autograd computes from their result, with their in-place forms."""
 
 LARGE = 1 << 18
-"""Gradients of so many elements are overwritten: to make a new small one takes less time than a call from Python."""
-
+"""Number of elements from which on gradients are overwritten. Smaller ones are cheaper to allocate."""
 
 _NEW_BOTH_WAYS = (
     aten.convolution.default,
@@ -46,19 +44,18 @@ _NEW_BOTH_WAYS = (
     ops.batch_norm,
     ops.halo_convolution,
 )
-"""Calls that give a tensor of its own and do not need it for their gradient, which is a tensor of its own as well."""
-
+"""Calls that return a new tensor, do not save it for backward, and return a new tensor as their input's gradient."""
 
 _NEW = (*_NEW_BOTH_WAYS, aten.add.Tensor, ops.add_bias)
-"""Calls of which the first half of that is true."""
+"""Calls that return a new tensor and do not save it for backward."""
 
 
 def reuse_buffers(graph: Graph) -> None:
-    """Let activations and sums be written over an operand wherever nobody can tell."""
+    """Make activations and sums overwrite an operand that nothing else uses."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target in _ACTIVATIONS and _is_spare(node.args[0]) and _increases(node):
+        if node.target in _ACTIVATIONS and _is_unused_elsewhere(node.args[0]) and _keeps_sign(node):
             node.target = _ACTIVATIONS[node.target]
             if _gets_new_gradient(node):
                 node.kwargs = {"activation": node.target}
@@ -67,32 +64,31 @@ def reuse_buffers(graph: Graph) -> None:
             _add_in_place(node)
 
 
-def _increases(node: Node) -> bool:
-    """Whether an activation's result has the sign of its operand: slopes may be given that fall below zero."""
+def _keeps_sign(node: Node) -> bool:
+    """Whether an activation's result has the sign of its operand. With a negative slope it has not."""
     slopes = (*node.args[1:], *node.kwargs.values())
     return all(isinstance(slope, int | float) and slope >= 0 for slope in slopes)
 
 
 def _add_in_place(node: Node) -> None:
     first, second = node.args
-    own = Meta.in_place.get(node)
-    if _is_spare(first) and _alike(first, node):
-        node.target = aten.add_.Tensor if own else ops.add_into
-    elif not own and not node.kwargs and _is_spare(second) and _alike(second, node):
+    is_in_place = Meta.in_place.get(node)  # in the model
+    if _is_unused_elsewhere(first) and _same_shape(first, node):
+        node.target = aten.add_.Tensor if is_in_place else ops.add_into
+    elif not is_in_place and not node.kwargs and _is_unused_elsewhere(second) and _same_shape(second, node):
         node.target, node.args = ops.add_into, (second, first)
 
 
 def _gets_new_gradient(node: Node) -> bool:
-    """Whether the gradient of a large result comes from one call, which made it for this."""
+    """Whether the gradient of a large result is a new tensor that one call returns."""
     if len(node.users) != 1 or node.kwargs or math.prod(meta(node).local_shape) < LARGE:
         return False
     (user,) = node.users
-    made = user.target in _NEW_BOTH_WAYS
-    return made and user.args[0] is node and user.all_input_nodes.count(node) == 1
+    return user.target in _NEW_BOTH_WAYS and user.args[0] is node and user.all_input_nodes.count(node) == 1
 
 
-def _is_spare(value: Any) -> TypeGuard[Node]:
-    """Whether a tensor is read by one call only, once, and belongs to nobody else."""
+def _is_unused_elsewhere(value: Any) -> TypeGuard[Node]:
+    """Whether a tensor is new and one call reads it, once."""
     if not isinstance(value, Node) or len(value.users) != 1:
         return False
     (user,) = value.users
@@ -100,13 +96,13 @@ def _is_spare(value: Any) -> TypeGuard[Node]:
 
 
 def _is_new(node: Node) -> bool:
-    if node.target is ops.norm:  # which keeps what it has standardised, but neither scales nor shifts that in place
+    if node.target is ops.norm:  # saves the standardized values, but not what scaling and shifting make of them
         return any(parameter is not None for parameter in node.args[1:])
-    if node.target is aten.add_.Tensor:  # else into a buffer
+    if node.target is aten.add_.Tensor:  # otherwise it writes into a buffer
         return Meta.in_place.is_set(node)
     return node.target in (*_NEW, ops.add_into)
 
 
-def _alike(operand: Node, result: Node) -> bool:
+def _same_shape(operand: Node, result: Node) -> bool:
     same = meta(operand).dtype == meta(result).dtype
     return bool(same and meta(operand).local_shape == meta(result).local_shape)

@@ -1,4 +1,8 @@
-"""share: call an operator with several used results once."""
+"""share: make one call of an operator whose results are used in several places.
+
+in: a bound graph, where each used result of an operator is a call of its own (:class:`~distfx.ir.ops.OpOutput`).
+out: the same graph with one call and an item for each result.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ __all__ = ["share_results"]
 
 
 def share_results(graph: Graph) -> None:
-    """An operator several of whose results are wanted is called once."""
+    """Replace calls that differ only in the result they keep by one call and ``getitem``."""
     calls: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         if isinstance(node.target, ops.OpOutput) and not is_empty(node):
@@ -24,8 +28,8 @@ def share_results(graph: Graph) -> None:
         if len(nodes) < 2:
             continue
         with graph.inserting_before(nodes[0]):
-            every = graph.call_function(op, nodes[0].args, dict(nodes[0].kwargs))
-        inherit(every, nodes[0], Meta.path, Meta.source)
+            shared = graph.call_function(op, nodes[0].args, dict(nodes[0].kwargs))
+        inherit(shared, nodes[0], Meta.path, Meta.source, Meta.autocast, Meta.channels_last)
         for node in nodes:
-            part: Any = node.target
-            node.target, node.args, node.kwargs = operator.getitem, (every, part.index), {}
+            output: Any = node.target
+            node.target, node.args, node.kwargs = operator.getitem, (shared, output.index), {}

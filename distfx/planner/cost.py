@@ -1,9 +1,9 @@
-"""The cost of a strategy: estimated bytes, arithmetic and messages, in bytes."""
+"""The cost of a strategy, in bytes: what a rank sends, plus arithmetic and messages converted to bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import sympy
 
@@ -13,12 +13,15 @@ from distfx.ir.route import estimate, route
 from distfx.ir.symbolic import evaluate, evaluate_shape
 from distfx.planner.decisions import Decision, Decisions, storage_layout
 
+__all__ = ["FLOPS_PER_BYTE", "LATENCY_BYTES", "strategy_cost"]
+
 FLOPS_PER_BYTE = 100.0
-"""What a rank computes in the time in which it sends a byte: the price of idle ranks against communication."""
-
-
+"""How many operations a rank computes in the time it takes to send a byte."""
 LATENCY_BYTES = 2000.0
-"""What a rank sends in the time that one more message costs."""
+"""How many bytes a rank sends in the time that one more message costs."""
+ITEMSIZE = 4
+PASSES = 6
+"""Operations per multiplication: a multiplication and an addition, forward and for each of two gradients."""
 
 
 def strategy_cost(
@@ -28,35 +31,55 @@ def strategy_cost(
     hints: Mapping[sympy.Symbol, int],
     stored: Mapping[str, Layout],
 ) -> float:
-    """About the bytes a rank sends for it, forward and backward, and its arithmetic in their measure."""
+    """The estimated cost of a decision, forward and backward.
+
+    ``plan`` has the decisions for all earlier operators; ``sizes`` are the sizes of the grid's axes; ``hints`` the
+    sizes of the input; ``stored`` has the parameters whose layout is fixed.
+    """
     spec = decision.spec
     assert spec is not None
-    sent, moves = 0.0, 0
-    for number, (operand, need) in enumerate(decision.needs):
+    elements, moves = 0.0, 0
+    for index, (operand, need) in enumerate(decision.needs):
         shape = evaluate_shape(meta(operand).shape, hints)
         if operand.op == "get_attr" or operand in plan.computed:
-            kept = stored.get(str(operand.target)) or storage_layout(need, list(sizes))
-            over = math.prod(sizes[axis] for axis in need.varying | (need.split_axes - kept.split_axes))
-            local = math.prod(shape) / math.prod(sizes[axis] for axis in kept.split_axes)
-            sent += 2 * (over - 1) / over * local
+            layout = stored.get(str(operand.target)) or storage_layout(need, list(sizes))
+            elements += _gradient_reduction(need, layout, shape, sizes)
             continue
-        chain = route(plan.layouts[operand], need, shape, decision.border(number))
-        sent += estimate(chain, plan.layouts[operand], shape, sizes, backward=operand in plan.trained)
+        chain = route(plan.layouts[operand], need, shape, decision.border(index))
+        elements += estimate(chain, plan.layouts[operand], shape, sizes, backward=operand in plan.trained)
         moves += len(chain)
     shape = evaluate_shape(meta(spec.node).shape, hints)
     if decision.produced.partial:
-        after = route(decision.produced, decision.result, shape)
-        sent += estimate(after, decision.produced, shape, sizes)
-        moves += len(after)
-    if not spec.rule.anchor:  # what is whole here will be split again, whose adjoint is a gather
-        held = {axis for operand, _ in decision.needs for axis in plan.layouts[operand].split_axes}
-        lost = math.prod(sizes[axis] for axis in held - {axis for group in decision.axes.values() for axis in group})
-        sent += math.prod(shape) * (1 - 1 / lost)
-    work = float(math.prod(max(1, evaluate(size, hints)) for size in spec.extents.values()))
+        chain = route(decision.produced, decision.result, shape)
+        elements += estimate(chain, decision.produced, shape, sizes)
+        moves += len(chain)
+    if not spec.rule.anchor:  # axes that are lost here will split the tensor again later; the adjoint is a gather
+        before = {axis for operand, _ in decision.needs for axis in plan.layouts[operand].split_axes}
+        lost = _ranks(before - {axis for axes in decision.axes.values() for axis in axes}, sizes)
+        elements += math.prod(shape) * (1 - 1 / lost)
+    flops = PASSES * _multiplications(decision, sizes, hints)
+    return ITEMSIZE * elements + flops / FLOPS_PER_BYTE + LATENCY_BYTES * moves
+
+
+def _gradient_reduction(need: Layout, stored: Layout, shape: tuple[int, ...], sizes: Mapping[str, int]) -> float:
+    """Elements that a rank sends to sum the gradient of a parameter."""
+    ranks = _ranks(need.varying | (need.split_axes - stored.split_axes), sizes)
+    local = math.prod(shape) / _ranks(stored.split_axes, sizes)
+    return 2 * (ranks - 1) / ranks * local
+
+
+def _multiplications(decision: Decision, sizes: Mapping[str, int], hints: Mapping[sympy.Symbol, int]) -> float:
+    """Multiplications of the rank with the largest part."""
+    spec = decision.spec
+    assert spec is not None
+    count = float(math.prod(max(1, evaluate(size, hints)) for size in spec.extents.values()))
     if spec.rule.anchor:
-        work *= math.prod(meta(spec.operands[1][0]).shape[2:])  # the kernel
-    for factor, group in decision.axes.items():
-        ranks = math.prod(sizes[axis] for axis in group)
+        count *= math.prod(evaluate_shape(meta(spec.operands[1][0]).shape[2:], hints))  # the taps
+    for factor, axes in decision.axes.items():
         extent = max(1, evaluate(spec.extents[factor], hints))
-        work *= -(-extent // ranks) / extent
-    return 4 * sent + 6 * work / FLOPS_PER_BYTE + LATENCY_BYTES * moves
+        count *= -(-extent // _ranks(axes, sizes)) / extent
+    return count
+
+
+def _ranks(axes: Collection[str], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[axis] for axis in axes)

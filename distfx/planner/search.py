@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch.fx import Graph, Node
@@ -18,195 +18,208 @@ from distfx.ir.layout import Layout
 from distfx.ir.meta import Meta, meta
 from distfx.ir.nodes import aten, describe
 from distfx.planner.cost import strategy_cost
-from distfx.planner.decisions import Decision, Decisions, Pins, storage_layout
+from distfx.planner.decisions import Assignment, Decision, Decisions, Pins, storage_layout
 from distfx.planner.strategies import (
     algorithm_name,
     anchor_strategies,
     complete_sums,
     follow_layout,
-    natural_layout,
+    input_layout,
     project,
     without_windows,
 )
 from distfx.rules.registry import draws, spec_of
+from distfx.rules.rule import OpSpec
+
+__all__ = ["search"]
 
 
-def decide(
+def search(
     graph: Graph,
     sizes: Mapping[str, int],
     hints: Mapping[sympy.Symbol, int],
     pins: Pins,
-    stored: Mapping[str, Layout] | None = None,
-    written: frozenset[str] = frozenset(),
-) -> Decisions:
-    """Choose for every operator. ``sizes`` are the grid's axes; ``stored`` the parameters whose layout is fixed;
-    ``written`` the buffers that are written as a whole, and so must be stored whole."""
-    plan = Decisions()
-    stored = stored or {}
-    matched: set[str] = set()
-    inputs = [meta(node).shape for node in graph.find_nodes(op="placeholder") if Meta.shape.is_set(node)]
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            shape = Meta.shape.get(node) or ()
-            plan.layouts[node] = natural_layout(shape, sizes, hints, inputs)
-        elif node.op == "get_attr":
-            shape = meta(node).shape
-            plan.layouts[node] = stored.get(str(node.target)) or Layout.replicated(len(shape))
-            plan.trained.add(node)
-        elif node.op == "call_function":
-            pin = _pin(node, pins, matched)
-            decision = _decide_node(node, plan, sizes, hints, pin, stored)
-            plan.nodes[node] = decision
-            plan.layouts[node] = decision.result
-            if any(operand in plan.trained for operand in node.all_input_nodes):
-                plan.trained.add(node)
-            made_of = node.all_input_nodes
-            if made_of and all(operand.op == "get_attr" or operand in plan.computed for operand in made_of):
-                plan.computed[node] = None
-            plan.store(decision, sizes, {*stored, *written})
-    _split_computed(plan, sizes, {*stored, *written})
-    _settle_statistics(plan, sizes, stored)
-    _check_pins(graph, pins, matched)
-    return plan
-
-
-def _settle_statistics(plan: Decisions, sizes: Mapping[str, int], fixed: Collection[str]) -> None:
-    """A batch norm writes into slices of its running statistics. Where another call has split them otherwise, they are
-    stored whole; where another graph has stored them so already, this batch norm is computed as they are split.
-    """
-    for node, decision in plan.nodes.items():
-        if node.target is not aten.batch_norm.default or decision.spec is None:
-            continue
-        for operand, need in decision.needs:
-            stored = plan.layouts[operand]
-            if operand not in node.args[3:5] or _is_slice(need, stored):
-                continue
-            if operand.op == "get_attr" and str(operand.target) not in fixed:
-                plan.layouts[operand] = Layout.replicated(1)
-                continue
-            (channel,) = decision.spec.result[1].factors
-            axes = dict(decision.axes) | {channel: stored.dims[0].axes}
-            projected = project(decision.spec, axes, sizes)
-            assert projected is not None, "a batch norm can be split along its channels"
-            plan.nodes[node] = replace(
-                decision, axes=axes, needs=projected[0], produced=projected[1], result=projected[1]
-            )
-            plan.layouts[node] = projected[1]
-            break
-
-
-def _is_slice(part: Layout, whole: Layout) -> bool:
-    """Of vectors: whether ranks find theirs in what they have."""
-    (mine,), (held,) = part.dims, whole.dims
-    return mine.axes[: len(held.axes)] == held.axes
-
-
-def _split_computed(plan: Decisions, sizes: Mapping[str, int], fixed: Collection[str]) -> None:
-    """Weights that are computed are computed in the shards that all their users need, and stored so, as others are.
-
-    Until now they were planned whole: what they are made of is found before who uses them.
-    """
-    for node in reversed(plan.computed):
-        decision = plan.nodes[node]
-        if decision.spec is None or not node.users.keys() <= plan.nodes.keys():
-            continue
-        needs = [need for user in node.users for operand, need in plan.nodes[user].needs if operand is node]
-        wanted = {storage_layout(need, list(sizes)) for need in needs}
-        if len(wanted) != 1:
-            continue
-        (layout,) = wanted
-        words = zip(decision.spec.result, layout.dims, strict=True)
-        axes = {word.factors[0]: split.axes for word, split in words if split.axes and word.factors}
-        projected = project(decision.spec, axes, sizes) if axes else None
-        if projected is None or projected[1] != layout:
-            continue
-        if any(split.window for _, need in projected[0] for split in need.dims):
-            continue
-        plan.nodes[node] = replace(decision, axes=axes, needs=projected[0], produced=layout, result=layout)
-        plan.layouts[node] = layout
-        plan.store(plan.nodes[node], sizes, fixed)
-
-
-def _pin(node: Node, pins: Pins, matched: set[str]) -> str:
-    spec = spec_of(node)
-    if spec is None or not spec.rule.anchor:
-        return "auto"
-    for pattern, algorithm in pins.items():
-        if fnmatch.fnmatchcase(Meta.path.get(node) or node.name, pattern):
-            matched.add(pattern)
-            return algorithm
-    return "auto"
-
-
-def _check_pins(graph: Graph, pins: Pins, matched: set[str]) -> None:
-    missed = [pattern for pattern in pins if pattern not in matched and pattern != "*"]
-    if missed:
-        layers = [
-            Meta.path.get(n)
-            for n in graph.nodes
-            if (s := spec_of(n) if n.op == "call_function" else None) and s.rule.anchor
-        ]
-        raise DistfxError(
-            f"strategy names {missed[0]!r}, which matches no convolution or linear layer. Those of this model are: "
-            + ", ".join(str(layer) for layer in layers[:12])
-            + (", ..." if len(layers) > 12 else "")
-        )
-
-
-def _decide_node(
-    node: Node,
-    plan: Decisions,
-    sizes: Mapping[str, int],
-    hints: Mapping[sympy.Symbol, int],
-    pin: str,
     stored: Mapping[str, Layout],
-) -> Decision:
-    spec = spec_of(node)
-    layouts = plan.layouts
-    if spec is None:
-        return _whole(node, layouts)
-    if spec.rule.anchor:
-        plan.usable |= {axis for axis in sizes if axis in spec.extents}
-        candidates = list(anchor_strategies(spec, layouts, sizes, pin, hints))
-    else:
+    written: Collection[str] = (),
+) -> Decisions:
+    """Decide for every operator of a captured graph.
+
+    Args:
+        graph: the captured graph.
+        sizes: the sizes of the grid's axes.
+        hints: the sizes of the input for which costs are estimated.
+        pins: the strategies that the user has fixed.
+        stored: the parameters whose layout another graph has fixed.
+        written: the buffers that the graph writes as a whole, which must therefore be stored replicated.
+    """
+    return _Search(sizes, hints, pins, stored, frozenset((*stored, *written))).run(graph)
+
+
+@dataclass
+class _Search:
+    sizes: Mapping[str, int]
+    hints: Mapping[sympy.Symbol, int]
+    pins: Pins
+    stored: Mapping[str, Layout]
+    fixed: frozenset[str]
+    """The parameters and buffers whose layout cannot be chosen."""
+    plan: Decisions = field(default_factory=Decisions)
+    anchors: list[Node] = field(default_factory=list)
+    """The convolutions and linear layers."""
+    matched_pins: set[str] = field(default_factory=set)
+
+    def run(self, graph: Graph) -> Decisions:
+        plan = self.plan
+        inputs = [meta(node).shape for node in graph.find_nodes(op="placeholder") if Meta.shape.is_set(node)]
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                plan.layouts[node] = input_layout(Meta.shape.get(node) or (), self.sizes, self.hints, inputs)
+            elif node.op == "get_attr":
+                plan.layouts[node] = self.stored.get(str(node.target)) or Layout.replicated(len(meta(node).shape))
+                plan.trained.add(node)
+            elif node.op == "call_function":
+                self._visit(node)
+        self._split_computed_weights()
+        self._align_running_statistics()
+        self._check_pins()
+        return plan
+
+    def _visit(self, node: Node) -> None:
+        plan, operands = self.plan, node.all_input_nodes
+        decision = self._decide(node, spec_of(node))
+        plan.nodes[node], plan.layouts[node] = decision, decision.result
+        if any(operand in plan.trained for operand in operands):
+            plan.trained.add(node)
+        if operands and all(operand.op == "get_attr" or operand in plan.computed for operand in operands):
+            plan.computed[node] = None
+        plan.store(decision, list(self.sizes), self.fixed)
+
+    def _decide(self, node: Node, spec: OpSpec | None) -> Decision:
+        """The cheapest legal strategy of one operator."""
+        if spec is None:
+            return self._fall_back(node)
+        best: tuple[float, Decision] | None = None
+        for name, candidate, assignment in self._candidates(node, spec):
+            projected = project(candidate, assignment, self.sizes)
+            if projected is None:
+                continue
+            needs, produced = projected
+            self.plan.usable |= {axis for axes in assignment.values() for axis in axes}
+            algorithm = algorithm_name(name, assignment) if spec.rule.anchor else ""
+            result = complete_sums(candidate, produced)
+            decision = Decision(algorithm, assignment, needs, produced, result, candidate)
+            cost = strategy_cost(decision, self.plan, self.sizes, self.hints, self.stored)
+            if best is None or cost < best[0]:
+                best = (cost, decision)
+        return best[1] if best else self._fall_back(node)
+
+    def _candidates(self, node: Node, spec: OpSpec) -> list[tuple[str, OpSpec, Assignment]]:
+        layouts = self.plan.layouts
+        if spec.rule.anchor:
+            self.anchors.append(node)
+            self.plan.usable |= {axis for axis in self.sizes if axis in spec.extents}
+            return list(anchor_strategies(spec, layouts, self.sizes, self._pin(node), self.hints))
         candidates = [
-            ("", *follow_layout(spec, i, layouts[operand], sizes))
-            for i, (operand, _) in enumerate(spec.operands)
+            ("", *follow_layout(spec, index, layouts[operand], self.sizes))
+            for index, (operand, _) in enumerate(spec.operands)
             if operand.op != "get_attr"
-        ]
-        candidates = candidates or [("", spec, {})]
-        candidates += [("", s, lean) for _, s, axes in candidates if (lean := without_windows(s, axes)) != axes]
-    best: tuple[float, Decision] | None = None
-    for name, spec, axes in candidates:
-        projected = project(spec, axes, sizes)
-        if projected is None:
-            continue
-        plan.usable |= {axis for group in axes.values() for axis in group}
-        needs, produced = projected
-        decision = Decision(
-            algorithm_name(name, axes) if spec.rule.anchor else "",
-            axes,
-            needs,
-            produced,
-            complete_sums(spec, produced),
-            spec,
-        )
-        cost = strategy_cost(decision, plan, sizes, hints, stored)
-        if best is None or cost < best[0]:
-            best = (cost, decision)
-    return best[1] if best else _whole(node, layouts)
+        ] or [("", spec, {})]
+        unwindowed = ((name, other, without_windows(other, assignment)) for name, other, assignment in candidates)
+        return candidates + [fewer for fewer, full in zip(unwindowed, candidates, strict=True) if fewer[2] != full[2]]
+
+    def _fall_back(self, node: Node) -> Decision:
+        """Gather the operands and run the operator on every rank."""
+        if draws(node):
+            raise DistfxError(
+                f"{describe(node)}: {node.target} draws random numbers, but has no rule that makes replicas draw the "
+                "same ones. Draw them outside of the model and pass them as an input."
+            )
+        layouts = self.plan.layouts
+        operands = node.all_input_nodes
+        needs = tuple((operand, Layout.replicated(len(layouts[operand].dims))) for operand in operands)
+        result = Layout.replicated(0 if Meta.multiple.get(node) else len(Meta.shape.get(node) or ()))
+        gathers = any(layouts[operand].split_axes for operand in operands)
+        return Decision("fallback" if gathers else "", {}, needs, result, result, None, fallback=gathers)
+
+    # -- pins
+
+    def _pin(self, node: Node) -> str:
+        for pattern, algorithm in self.pins.items():
+            if fnmatch.fnmatchcase(Meta.path.get(node) or node.name, pattern):
+                self.matched_pins.add(pattern)
+                return algorithm
+        return "auto"
+
+    def _check_pins(self) -> None:
+        missed = [pattern for pattern in self.pins if pattern not in self.matched_pins and pattern != "*"]
+        if missed:
+            layers = [str(Meta.path.get(node)) for node in self.anchors]
+            raise DistfxError(
+                f"strategy names {missed[0]!r}, which matches no convolution or linear layer. The model has: "
+                + ", ".join(layers[:12])
+                + (", ..." if len(layers) > 12 else "")
+            )
+
+    # -- corrections that need the decisions of later operators
+
+    def _split_computed_weights(self) -> None:
+        """Compute weights that depend on parameters alone in the shards that all their users need.
+
+        Until now they were planned replicated, because their users come later in the graph.
+        """
+        plan = self.plan
+        for node in reversed(plan.computed):
+            spec = plan.nodes[node].spec
+            if spec is None or not node.users.keys() <= plan.nodes.keys():
+                continue
+            needs = [need for user in node.users for operand, need in plan.nodes[user].needs if operand is node]
+            layouts = {storage_layout(need, list(self.sizes)) for need in needs}
+            if len(layouts) != 1:
+                continue
+            (layout,) = layouts
+            dims = zip(spec.result, layout.dims, strict=True)
+            assignment = {pattern.factors[0]: split.axes for pattern, split in dims if split.axes and pattern.factors}
+            projected = project(spec, assignment, self.sizes) if assignment else None
+            if projected is None or projected[1] != layout:
+                continue
+            if any(split.window for _, need in projected[0] for split in need.dims):
+                continue
+            self._revise(node, assignment, projected[0], layout)
+            plan.store(plan.nodes[node], list(self.sizes), self.fixed)
+
+    def _align_running_statistics(self) -> None:
+        """Let every batch norm write into slices of its running statistics.
+
+        If another call has split the statistics differently, they are stored replicated. If another graph has fixed
+        their layout already, this batch norm splits its channels as they are split.
+        """
+        for node, decision in self.plan.nodes.items():
+            spec = decision.spec
+            if node.target is not aten.batch_norm.default or spec is None:
+                continue
+            for operand, need in decision.needs:
+                stored = self.plan.layouts[operand]
+                if operand not in node.args[3:5] or _contains_slice(stored, need):
+                    continue
+                if operand.op == "get_attr" and str(operand.target) not in self.stored:
+                    self.plan.layouts[operand] = Layout.replicated(1)
+                    continue
+                (channel,) = spec.result[1].factors
+                assignment = dict(decision.axes) | {channel: stored.dims[0].axes}
+                projected = project(spec, assignment, self.sizes)
+                assert projected is not None, "a batch norm can be split along its channels"
+                self._revise(node, assignment, *projected)
+                break
+
+    def _revise(
+        self, node: Node, assignment: Assignment, needs: tuple[tuple[Node, Layout], ...], result: Layout
+    ) -> None:
+        decision = self.plan.nodes[node]
+        self.plan.nodes[node] = replace(decision, axes=assignment, needs=needs, produced=result, result=result)
+        self.plan.layouts[node] = result
 
 
-def _whole(node: Node, layouts: Mapping[Node, Layout]) -> Decision:
-    """Gather the operands and run the operator on every rank."""
-    if draws(node):
-        raise DistfxError(
-            f"{describe(node)}: {node.target} draws random numbers, and has no rule yet by which ranks would draw the "
-            "same ones where they must. Draw outside of the model and give the numbers as an input."
-        )
-    needs = tuple((operand, Layout.replicated(len(layouts[operand].dims))) for operand in node.all_input_nodes)
-    shape = Meta.shape.get(node) or ()
-    rank = 0 if Meta.multiple.get(node) else len(shape)
-    result = Layout.replicated(rank)
-    splits = any(layouts[operand].split_axes for operand, _ in needs)
-    return Decision("fallback" if splits else "", {}, needs, result, result, None, fallback=splits)
+def _contains_slice(stored: Layout, need: Layout) -> bool:
+    """Whether each rank's slice of a 1-D tensor is contained in its stored shard."""
+    (stored_split,), (needed_split,) = stored.dims, need.dims
+    return needed_split.axes[: len(stored_split.axes)] == stored_split.axes

@@ -103,7 +103,7 @@ class Hourglass(nn.Module):
 
 def chosen(grid: str) -> tuple[dict[str, Any], list[bool], dict[str, bool]]:
     """Errors in single precision, whether results lie as ever, and the format of every node."""
-    with patch.object(formats, "MUCH", 1):
+    with patch.object(formats, "MIN_POSITIONS", 1):
         found = exact(Hourglass, grid, [(4, 3, 16, 14), (4, 3, 10, 16)], dtype=torch.float32)
         net = distfx.parallelize(Hourglass(), grid, outputs="local")
         results = net(torch.randn(4, 3, 16, 14))
