@@ -1,4 +1,4 @@
-"""The calls a user makes first."""
+"""What a user calls first: ``parallelize``, ``plan``, ``explain``."""
 
 from __future__ import annotations
 
@@ -35,45 +35,48 @@ def parallelize(
     check: bool = False,
     batch_norm: str | Collection[str] = "global",
 ) -> ParallelModule:
-    """Distribute an unmodified model over a grid. The result is called like the model and gives the same numbers.
+    """Distribute an unmodified model over a grid. The result is called like the model and returns the same numbers.
 
     Args:
-        model: the model; it is left as it was. Rank 0's parameters are taken.
-        grid: a :class:`Grid`, a text like ``"n2c2h2"``, a dict or a ``DeviceMesh``.
-        example_inputs: the arguments of a call; needed only where the input cannot be told from the first layer. Only
-            ranks and fixed sizes (channels) matter: batch and space stay symbolic.
-        strategy: ``"auto"``; ``"stationary-x"``, ``"-y"``, ``"-w"`` for every convolution and linear layer; or a dict
+        model: the model. It is not modified. All ranks use rank 0's parameters.
+        grid: a :class:`Grid`, a string such as ``"n2c2h2"``, a dict or a ``DeviceMesh``.
+        example_inputs: the arguments of a call. They are needed only if the input cannot be inferred from the first
+            layer. Only ranks and fixed sizes (channels) matter: batch and space stay symbolic.
+        strategy: ``"auto"``; ``"stationary-x"``, ``"-y"`` or ``"-w"`` for every convolution and linear layer; or a dict
             from module paths (globs) to these.
-        outputs: ``"global"``: whole, the same on all ranks; ``"local"``: this rank's part (``net.output_slices``).
-        strict: raise instead of warn where an operator has no rule and would run whole on every rank.
-        check: look at every value of each forward pass (inputs, parameters, buffers, results of operators and moves)
-            and raise :class:`NonFiniteError` on all ranks, naming the first node with nan or inf on any of them. To
-            find a fault: it is slow. Operators that are told to write infinities (masks) may; backward is not looked
-            at, a parameter that it has spoilt is found by the next forward pass. Inputs are compared across the ranks.
+        outputs: ``"global"`` returns whole tensors, the same on all ranks; ``"local"`` returns this rank's part
+            (see ``net.output_slices``).
+        strict: raise, instead of warn, if an operator has no rule and falls back to replicated execution.
+        check: check every value of each forward pass (inputs, parameters, buffers, results of operators and moves).
+            Raises :class:`NonFiniteError` on all ranks, which names the first node with nan or inf on any rank. Inputs
+            are compared across ranks. This is slow and meant for debugging. Infinities that an operator is told to
+            write, as by a mask, are allowed. Backward is not checked: a parameter that it has made nan is found in the
+            next forward pass.
         batch_norm: the statistics of batch norms in training: ``"global"``, of the whole batch, as on one device;
-            ``"local"``, of each rank's part; or of the parts along some axes together, such as ``"hw"``. Other than
-            globally, the numbers depend on the grid; running statistics are the average over the parts.
+            ``"local"``, of each rank's part; or axes such as ``"hw"``, over whose ranks statistics are combined. With
+            other than global statistics the results depend on the grid, and running statistics are averaged over the
+            parts.
     """
-    place = Grid.of(grid)
-    if place.is_abstract:
-        raise DistfxError(f"{place} is abstract, without processes: plan with distfx.plan(model, grid, shape)")
+    process_grid = Grid.of(grid)
+    if process_grid.is_abstract:
+        raise DistfxError(f"{process_grid} is abstract, without processes: plan with distfx.plan(model, grid, shape)")
 
-    def options() -> tuple[Pins, tuple[Any, ...] | None, frozenset[str] | None]:
+    def check_arguments() -> tuple[Pins, tuple[Any, ...] | None, frozenset[str] | None]:
         if not isinstance(model, nn.Module):
             raise DistfxError(f"parallelize takes a torch.nn.Module, not {type(model).__name__}")
         if isinstance(model, ParallelModule):
-            raise DistfxError("the model is parallel already: give parallelize the original one")
+            raise DistfxError("the model is parallel already: give parallelize the original model")
         if outputs not in ("global", "local"):
             raise DistfxError(
-                f"outputs={outputs!r}: it is 'global' (whole on every rank) or 'local' (this rank's part)"
+                f"outputs={outputs!r}: give 'global' (whole tensors on every rank) or 'local' (this rank's part)"
             )
         example = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
-        return _pins(strategy), None if example is None else tuple(example), _statistics(batch_norm)
+        return _pins(strategy), None if example is None else tuple(example), _statistics_axes(batch_norm)
 
-    pins, example, statistics = raise_on_all_ranks(place.size, options)
-    place = _factored(place, pins)
-    settings = Options(place.axes, pins, outputs, statistics)
-    return ParallelModule(Engine(model, place, example, settings, strict, check))
+    pins, example, statistics_axes = raise_on_all_ranks(process_grid.size, check_arguments)
+    process_grid = _factor_channel_axis(process_grid, pins)
+    options = Options(process_grid.axes, pins, outputs, statistics_axes)
+    return ParallelModule(Engine(model, process_grid, example, options, strict, check))
 
 
 def plan(
@@ -85,34 +88,27 @@ def plan(
     rank: int = 0,
     batch_norm: str | Collection[str] = "global",
 ) -> Plan:
-    """The plan of ``model`` for an input of global ``shape``, as ``rank`` sees it. Needs no processes and no memory.
+    """The plan of ``model`` for an input of global ``shape``, from the view of ``rank``. Needs no processes or memory.
 
-    ``model`` may lie on the ``meta`` device; ``grid`` may be abstract, or a text such as ``"n2c2h2"``. For a model with
-    several inputs, ``shape`` has for each its shape, or a tensor of its shape and dtype (class labels, on ``meta``).
+    The model may be on the ``meta`` device. The grid may be abstract, or a string such as ``"n2c2h2"``. For a model
+    with several inputs, ``shape`` is a sequence: for each input its shape, or a tensor with its shape and dtype (class
+    labels on ``meta``).
     """
     pins = _pins(strategy)
-    place = _factored(Grid.of_abstract(grid), pins)
-    if not 0 <= rank < place.size:
-        raise DistfxError(f"rank={rank}: {place} has ranks 0 to {place.size - 1}")
-    place = place.at(rank)
-    first = next(model.parameters(), None)
-    device = torch.device("meta") if first is None else first.device
+    abstract_grid = _factor_channel_axis(Grid.of_abstract(grid), pins)
+    if not 0 <= rank < abstract_grid.size:
+        raise DistfxError(f"rank={rank}: {abstract_grid} has ranks 0 to {abstract_grid.size - 1}")
+    abstract_grid = abstract_grid.at(rank)
     if not isinstance(shape, Sequence):
-        raise DistfxError(f"shape={shape!r}: it is that of the whole input, such as (8, 3, 224, 224)")
-    given = [shape] if all(isinstance(size, int) for size in shape) else shape
-    examples = tuple(
-        torch.empty_like(each, device=device)
-        if isinstance(each, torch.Tensor)
-        else torch.empty(tuple(each), dtype=getattr(first, "dtype", None), device=device)
-        for each in given
-    )
-    captured = capture(model, examples, training=model.training, batch=max(2, 2 * place.axes.get("n", 1)))
-    compiled = compile_graph(captured, Options(place.axes, pins, outputs, _statistics(batch_norm)))
+        raise DistfxError(f"shape={shape!r}: give the shape of the whole input, such as (8, 3, 224, 224)")
+    examples = _examples(model, [shape] if all(isinstance(size, int) for size in shape) else shape)
+    captured = capture(model, examples, training=model.training, batch=max(2, 2 * abstract_grid.axes.get("n", 1)))
+    compiled = compile_graph(captured, Options(abstract_grid.axes, pins, outputs, _statistics_axes(batch_norm)))
     shapes = [tuple(e.shape) for e in examples]
     values = match_inputs(captured.inputs, shapes, [e.dtype for e in examples])
-    check_batch(captured.inputs, shapes, place.axes.get("n", 1))
+    check_batch(captured.inputs, shapes, abstract_grid.axes.get("n", 1))
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    return plan_at(compiled, place, values, trained)
+    return plan_at(compiled, abstract_grid, values, trained)
 
 
 def explain(net: ParallelModule) -> str:
@@ -126,33 +122,46 @@ def explain(net: ParallelModule) -> str:
     return "\n".join(lines)
 
 
+def _examples(model: nn.Module, shapes: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Uninitialized inputs on the model's device: of a shape in the model's dtype, of a tensor in its own."""
+    parameter = next(model.parameters(), None)
+    device = torch.device("meta") if parameter is None else parameter.device
+    return tuple(
+        torch.empty_like(each, device=device)
+        if isinstance(each, torch.Tensor)
+        else torch.empty(tuple(each), dtype=getattr(parameter, "dtype", None), device=device)
+        for each in shapes
+    )
+
+
 def _pins(strategy: Strategy) -> Pins:
+    """The pinned strategies by module path, checked."""
     pins = {"*": strategy} if isinstance(strategy, str) else dict(strategy)
     for pattern, algorithm in pins.items():
         if algorithm not in ALGORITHMS:
             raise DistfxError(
                 f"unknown strategy {algorithm!r}{f' for {pattern!r}' if pattern != '*' else ''}: "
-                f"it is one of {', '.join(ALGORITHMS)}"
+                f"give one of {', '.join(ALGORITHMS)}"
             )
     return {pattern: algorithm for pattern, algorithm in pins.items() if (pattern, algorithm) != ("*", "auto")}
 
 
-def _statistics(batch_norm: str | Collection[str]) -> frozenset[str] | None:
+def _statistics_axes(batch_norm: str | Collection[str]) -> frozenset[str] | None:
     """The axes over which batch norms are computed; ``None`` for all."""
     if batch_norm == "global":
         return None
     axes = frozenset("" if batch_norm == "local" else batch_norm)
     if axes - set("ndhw"):
         raise DistfxError(
-            f"batch_norm={batch_norm!r}: it is 'global' (as on one device), 'local' (each rank its part), or those of "
-            "the axes n, d, h, w along which parts are taken together"
+            f"batch_norm={batch_norm!r}: give 'global' (the whole batch, as on one device), 'local' (each rank's "
+            "part), or the axes among n, d, h, w over whose ranks statistics are combined"
         )
     return axes
 
 
-def _factored(grid: Grid, pins: Pins) -> Grid:
-    """The grid with its channel axis in two factors, near each other, where stationary-w can use them."""
+def _factor_channel_axis(grid: Grid, pins: Pins) -> Grid:
+    """The grid with its channel axis split into two factors of similar size if stationary-w may be chosen."""
     size = grid.axes.get("c", 1)
-    wanted = not pins or any(algorithm in ("stationary-w", "auto") for algorithm in pins.values())
+    may_be_chosen = not pins or any(algorithm in ("stationary-w", "auto") for algorithm in pins.values())
     first = max((f for f in range(1, math.isqrt(size) + 1) if size % f == 0), default=1)
-    return grid.factor(first) if wanted and first > 1 else grid
+    return grid.factor(first) if may_be_chosen and first > 1 else grid

@@ -350,7 +350,11 @@ class Engine:
         if not state.inputs_compared:
             state.inputs_compared = True
             whole = {f"{i}": t for i, t in enumerate(call.tensors) if not isinstance(t, DTensor)}
-            compare_values(self.grid.size, whole, lambda text: self._warn(f"{text}\nEach rank uses a part of its own."))
+            compare_values(
+                self.grid.size,
+                whole,
+                lambda text: self._warn(f"{text}\nEach rank uses its part of the tensor that it was given."),
+            )
         is_local = tuple(bool(flags >> i & 1) for i in range(len(call.tensors)))
         return _Agreement(signature, parameters_now, is_local, channels_last)
 

@@ -49,7 +49,7 @@ class ParameterLayouts:
 
 
 class ParameterStore:
-    """The shards of one parallel module. A copy of the module has a store of its own."""
+    """The shards of one parallel module. Each copy of the module has another store."""
 
     def __init__(self, grid: Grid, layouts: ParameterLayouts) -> None:
         self.grid, self.layouts = grid, layouts

@@ -1,6 +1,6 @@
 """share: make one call of an operator whose results are used in several places.
 
-in: a bound graph, where each used result of an operator is a call of its own (:class:`~distfx.ir.ops.OpOutput`).
+in: a bound graph, where each used result of an operator is a separate call (:class:`~distfx.ir.ops.OpOutput`).
 out: the same graph with one call and an item for each result.
 """
 

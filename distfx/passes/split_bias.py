@@ -1,4 +1,4 @@
-"""split_bias: where a move completes a sum over channels, add the bias after it, once, as an operator of its own.
+"""split_bias: where a move completes a sum over channels, add the bias after it, once, as a separate operator.
 
 in: a planned graph.   out: the same graph with ``ops.add_bias`` after such convolutions and linear layers.
 """
@@ -58,13 +58,13 @@ def split_bias(graph: Graph, plan: Decisions, axes: Mapping[str, int], stored: M
 
 
 def _with_operands(decision: Decision, replaced: dict[Node, Node]) -> Decision:
-    """The decision with other nodes in the place of some operands."""
+    """The decision with some operands replaced."""
     if not replaced.keys() & {operand for operand, _ in decision.needs}:
         return decision
     needs = tuple((replaced.get(operand, operand), need) for operand, need in decision.needs)
     spec = decision.spec
     if spec is not None:
         spec = replace(
-            spec, operands=tuple((replaced.get(operand, operand), words) for operand, words in spec.operands)
+            spec, operands=tuple((replaced.get(operand, operand), patterns) for operand, patterns in spec.operands)
         )
     return replace(decision, needs=needs, spec=spec)

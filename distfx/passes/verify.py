@@ -1,6 +1,6 @@
-"""verify: what must hold of a graph, checked after each pass. A failure is a defect of distfx.
+"""verify: check the invariants of a graph after each pass. A failure is a defect of distfx.
 
-Each check is a function from a node to a complaint, or ``None``; the table below lists them, for each pass.
+Each check maps a node to a complaint or ``None``. The table ``CHECKS`` lists the checks of each pass.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["CHECKS", "verify"]
 def _has_shape(node: Node) -> str | None:
     if node.op == "output" or Meta.multiple.is_set(node) or isinstance(Meta.shape.get(node), tuple):
         return None
-    return None if node.op == "placeholder" else "has no shape"  # one that is no tensor has none
+    return None if node.op == "placeholder" else "has no shape"  # an input that is not a tensor has none
 
 
 def _is_functional(node: Node) -> str | None:
-    """Buffers alone are written."""
+    """Only buffers are written."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.is_mutable or node.target is aten.batch_norm.default:
         return None
-    return None if written_whole(node.args[0]) is not None else "writes into a tensor that is no buffer"
+    return None if written_whole(node.args[0]) is not None else "writes into a tensor that is not a buffer"
 
 
 def _is_decided(node: Node) -> str | None:
-    """By the plan; what it was decided for is what the node has."""
+    """The node has a decision, for the operands that it reads."""
     if node.op != "call_function":
         return None
     decision = Meta.decision.get(node)
@@ -64,17 +64,17 @@ def _move_is_typed(node: Node) -> str | None:
     source = node.args[0]
     assert isinstance(source, Node)
     expected = move.result(meta(source).layout)
-    return None if expected == meta(node).layout else f"says {meta(node).layout}, but {move} gives {expected}"
+    return None if expected == meta(node).layout else f"says {meta(node).layout}, but {move} returns {expected}"
 
 
 def _operands_are_as_needed(node: Node) -> str | None:
-    have = {operand.name: meta(operand).layout for operand in node.all_input_nodes}
+    layouts = {operand.name: meta(operand).layout for operand in node.all_input_nodes}
     needs = Meta.needs.get(node) or ()
     for name, need in needs:
-        if have.get(name) != need:
-            return f"needs {name} in {need}, but has it in {have.get(name)}"
-    if Meta.needs.is_set(node) and set(have) != {name for name, _ in needs}:
-        return f"has operands {sorted(have)}, but was planned for {sorted(name for name, _ in needs)}"
+        if layouts.get(name) != need:
+            return f"needs {name} in {need}, but has it in {layouts.get(name)}"
+    if Meta.needs.is_set(node) and set(layouts) != {name for name, _ in needs}:
+        return f"has operands {sorted(layouts)}, but was planned for {sorted(name for name, _ in needs)}"
     return None
 
 
@@ -87,9 +87,11 @@ def _no_stray_sums(node: Node) -> str | None:
 
 
 def _parts_fit(node: Node) -> str | None:
-    """What a move gives on this rank is its part by the layout."""
-    have, want = Meta.local_shape.get(node), Meta.part_shape.get(node)
-    return None if want is None or tuple(have or ()) == want else f"gives {have}, but this rank's part is {want}"
+    """The result of a move has the shape of this rank's part by its layout."""
+    actual, expected = Meta.local_shape.get(node), Meta.part_shape.get(node)
+    if expected is None or actual == expected:
+        return None
+    return f"returns {actual}, but this rank's part is {expected}"
 
 
 def _has_local_shape(node: Node) -> str | None:
@@ -108,7 +110,7 @@ def _writes_are_private(node: Node) -> str | None:
         return None
     written = node.args[0]
     readers = list(written.users) if isinstance(written, Node) else []
-    return None if readers == [node] else f"overwrites {written}, which {readers} read"
+    return None if readers == [node] else f"overwrites {written}, which is read by {readers}"
 
 
 def _halos_have_transfers(node: Node) -> str | None:

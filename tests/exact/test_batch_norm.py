@@ -225,5 +225,5 @@ def test_a_part_needs_more_than_one_value() -> None:
 
 
 def test_batch_norm_of_unknown_parts_is_refused() -> None:
-    with pytest.raises(distfx.DistfxError, match="it is 'global'"):
+    with pytest.raises(distfx.DistfxError, match="give 'global'"):
         distfx.parallelize(nn.BatchNorm2d(3), {}, batch_norm="sync")

@@ -334,7 +334,7 @@ def one_rank_only(how: str) -> None:
         ("values", "a plain tensor is the global one, the same on every rank"),
         ("state dict", "full_state_dict"),
         ("autocast", "autocast to torch.bfloat16"),
-        ("option", "outputs='x': it is 'global'"),
+        ("option", "outputs='x': give 'global'"),
         ("grid", "axis h (height) has size 0"),
         ("grid text", "cannot read axis 'z' of grid 'z2'"),
         ("grid dict", "unknown axis 'y'"),

@@ -351,7 +351,7 @@ def test_state_that_is_no_buffer(kind: str) -> None:
         assert "no buffer" in error and "register_buffer" in error and error == other
     else:
         name = "features" if kind == "new" else "h"
-        assert not error and len(said) == 1 and f"forward changes {name} of the model" in said[0]
+        assert not error and len(said) == 1 and f"forward modifies {name} of the model" in said[0]
 
 
 def unsupported(kind: str) -> None:
