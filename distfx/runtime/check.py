@@ -67,7 +67,7 @@ class GraphChecker:
         lines = [f"  rank {rank}: {_counts(nan, inf)}" for rank, nan, inf in ranks[:SHOWN_RANKS]]
         lines += [f"  and {len(ranks) - SHOWN_RANKS} more ranks"] if len(ranks) > SHOWN_RANKS else []
         raise NonFiniteError(
-            f"{_value_of(nodes[cause])} is not finite. Elements in each rank's part:\n" + "\n".join(lines)
+            f"{_value_of(nodes[cause])} is not finite. Number of elements in each rank's part:\n" + "\n".join(lines)
         )
 
 
@@ -81,9 +81,8 @@ class _CheckingInterpreter(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if (
-            self.first is None and n.meta and n.op != "output" and not _inserts_infinity(n)
-        ):  # link adds nodes without meta
+        is_checked = n.meta and n.op != "output" and not _inserts_infinity(n)  # nodes without meta come from link
+        if is_checked and self.first is None:
             tensors = [t.detach() for t in tree_leaves(result) if isinstance(t, Tensor) and t.dtype.is_floating_point]
             bad = [t for t in tensors if not bool(t.isfinite().all())]
             if bad:
@@ -93,7 +92,7 @@ class _CheckingInterpreter(Interpreter):
 
 
 def _inserts_infinity(node: Node) -> bool:
-    """Whether infinities are intended, as in a mask or the border of a max pooling. Its operands are checked."""
+    """Whether a node writes infinities on purpose: a mask, or the border of a max pooling. Its operands are checked."""
     bound = Meta.transfers.get(node)
     if isinstance(bound, BoundMove):
         return not math.isfinite(getattr(bound.forward, "fill", 0.0))

@@ -113,7 +113,7 @@ def place(result: Tensor, dim: int, message: Message, value: Tensor, *, add: boo
 
 
 def _receive_buffer(result: Tensor, dim: int, message: Message) -> tuple[Tensor, bool]:
-    """The buffer that receives a message, and whether it is part of ``result``: that needs a contiguous slice."""
+    """The buffer that receives a message, and whether it is a slice of ``result``. Such a slice must be contiguous."""
     if message.runs is not None and len(message.runs) == 1:
         view = result.narrow(dim, *message.runs[0])
         if view.is_contiguous():
@@ -174,7 +174,7 @@ def _start_adjoint_exchange(transfer: DimExchange, x: Tensor, segment: Segment, 
     if (run := schedule.local_run) is not None:
         return Ready(x if run == (0, schedule.owned) else _zero_pad(transfer, x, run[0], channels_last))
     sends = [(peer, pack(x, dim, message)) for peer, message in schedule.receive] if transfer.messages else []
-    shape = (*transfer.after[:dim], 0, *transfer.after[dim + 1 :])
+    shape = transfer.after
     receives = []
     for peer, message in schedule.send:
         buffer = torch.empty((*shape[:dim], message.length, *shape[dim + 1 :]), dtype=x.dtype, device=x.device)
