@@ -28,7 +28,8 @@ from distfx.passes.capture.export import Mode
 from distfx.passes.pipeline import BIND, COMPILE, Compiled, PassRecord, bind_graph, plan_at
 from distfx.report.plan import Plan
 from distfx.report.readable import readable
-from distfx.runtime.autograd.parameters import BeforeBackward, Gradients
+from distfx.runtime.autograd.gradients import BackwardGuard, Gradients
+from distfx.runtime.autograd.moves import is_alias_of_move_input
 
 __all__ = ["ParallelModule"]
 
@@ -47,8 +48,7 @@ def _quiet_redistribution() -> Iterator[None]:
 
 def _detach_alias(result: Any) -> Any:
     """Clone an output that aliases an internal tensor, so that callers may modify it in place."""
-    alias = isinstance(result, Tensor) and result._is_view() and type(result.grad_fn).__name__ == "_WholeBackward"
-    return result.clone() if alias else result
+    return result.clone() if isinstance(result, Tensor) and is_alias_of_move_input(result) else result
 
 
 def _check_index(what: str, index: int, count: int) -> None:
@@ -126,9 +126,9 @@ class ParallelModule(Shell):
         gradients = Gradients(prepared.parameters, prepared.runnable.buckets, seed)
         results = [_detach_alias(result) for result in prepared.runnable.run(gradients, *prepared.inputs)]
         with_gradient = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
-        before = BeforeBackward(prepared.parameters.values() if with_gradient else ())
+        guard = BackwardGuard(prepared.parameters.values() if with_gradient else ())
         for result in with_gradient:
-            result.register_hook(before)
+            result.register_hook(guard)
         return pytree.tree_unflatten(results, prepared.compiled.capture.out_spec)
 
     # ---------------------------------------------------------------------------------------------- inspection

@@ -36,11 +36,12 @@ from distfx.passes.capture.attributes import AttributeSnapshot
 from distfx.passes.capture.export import Capture, InputSpec, Mode, capture, check_supported, infer_inputs
 from distfx.passes.inputs import Values, check_batch, match_inputs
 from distfx.passes.pipeline import BoundGraph, Compiled, Options, bind_graph, compile_graph
-from distfx.runtime.autograd.parameters import SegmentBucket
-from distfx.runtime.check import CheckedGraph
+from distfx.runtime.autograd.dtensor import local_parts
+from distfx.runtime.autograd.gradients import SegmentBucket
+from distfx.runtime.check import GraphChecker
 from distfx.runtime.comm.agreement import agree, compare_values, host_group, next_number, raise_on_all_ranks
 from distfx.runtime.comm.failure import CommunicationScope
-from distfx.runtime.kernels.formats import any_channels_last, local_parts
+from distfx.runtime.kernels.formats import any_channels_last
 
 __all__ = ["Engine", "PreparedCall"]
 
@@ -443,7 +444,7 @@ class Engine:
             channels_last=agreement.channels_last,
         )
         assert bound.module is not None
-        run = CheckedGraph(bound.module, self.grid, local) if self.check else bound.module
+        run = GraphChecker(bound.module, self.grid, local) if self.check else bound.module
         return Runnable(index, bound, run, [SegmentBucket.of(bucket, self.grid) for bucket in bound.buckets])
 
     def bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

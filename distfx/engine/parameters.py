@@ -16,7 +16,7 @@ from distfx.grid import Grid
 from distfx.ir.layout import Layout
 from distfx.passes.capture.export import without_modes
 from distfx.passes.pipeline import Compiled
-from distfx.runtime.autograd.parameters import distribute
+from distfx.runtime.autograd.shards import distribute
 
 __all__ = ["ParameterLayouts", "ParameterStore"]
 

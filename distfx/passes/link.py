@@ -2,7 +2,7 @@
 
 in: a bound graph.   out: a graph of kernels on local tensors. Moves get their segments, inserted operators their
 kernels, parameters their gradient buckets. The first argument of the linked graph is the
-:class:`~distfx.runtime.autograd.parameters.Gradients` of the forward pass.
+:class:`~distfx.runtime.autograd.gradients.Gradients` of the forward pass.
 
 This is the only pass that knows the runtime.
 """
@@ -23,30 +23,22 @@ from distfx.ir import ops
 from distfx.ir.buckets import Bucket
 from distfx.ir.meta import Meta, meta
 from distfx.ir.nodes import aten, is_empty
+from distfx.runtime.autograd.gradients import Gradients
 from distfx.runtime.autograd.moves import Refresh, RunMove
-from distfx.runtime.autograd.parameters import Gradients
+from distfx.runtime.kernels import table
 from distfx.runtime.kernels.autocast import WithoutAutocast
-from distfx.runtime.kernels.formats import to_memory_format
+from distfx.runtime.kernels.batch_norm import BatchNorm
+from distfx.runtime.kernels.convolution import convolution
+from distfx.runtime.kernels.empty import ZeroResult
 from distfx.runtime.kernels.halo_convolution import HaloConvolution
-from distfx.runtime.kernels.in_place import InPlaceActivation, KeepFirstDtype, add_into
-from distfx.runtime.kernels.local import KERNELS as LOCAL_KERNELS
-from distfx.runtime.kernels.local import BatchNorm, ZeroResult, convolution
+from distfx.runtime.kernels.in_place import InPlaceActivation, KeepFirstDtype
 from distfx.runtime.kernels.norm import Norm
-from distfx.runtime.kernels.pool import adaptive_pool, max_pool_index
 from distfx.runtime.kernels.random import Draw, Dropout
 from distfx.runtime.kernels.reduce import Reduction
-from distfx.runtime.kernels.resample import resample
 
 __all__ = ["link"]
 
-KERNELS: dict[Any, Callable[..., Tensor]] = {
-    **{ops.inserted(name): kernel for name, kernel in LOCAL_KERNELS.items()},
-    ops.resample: resample,
-    ops.adaptive_pool: adaptive_pool,
-    ops.max_pool_index: max_pool_index,
-    ops.add_into: add_into,
-    ops.to_memory_format: to_memory_format,
-}
+KERNELS: dict[Any, Callable[..., Tensor]] = {ops.inserted(name): kernel for name, kernel in table.KERNELS.items()}
 """Inserted operators that become a plain function."""
 
 COLLECTIVES: dict[Any, Any] = {ops.batch_norm: BatchNorm, ops.norm: Norm, ops.reduce: Reduction}
@@ -58,7 +50,7 @@ def _bucket(gradients: Gradients, index: int) -> tuple[Tensor, ...]:
 
 
 def _plain(gradients: Gradients, name: str) -> Tensor:
-    return gradients.plain(name)
+    return gradients.without_gradient(name)
 
 
 def link(graph: Graph, grid: Grid, buckets: Sequence[Bucket]) -> GraphModule:
@@ -119,8 +111,8 @@ def _link_call(node: Node, grid: Grid, gradients: Node) -> None:
     elif Meta.transfers.is_set(node):
         node.target, node.kwargs = _run_move(node, target.__name__, grid), {}  # type: ignore[union-attr]
     elif target in COLLECTIVES:
-        if "apart" in arguments:
-            arguments["apart"] = grid.segment(tuple(arguments["apart"]))
+        if "average_over" in arguments:
+            arguments["average_over"] = grid.segment(tuple(arguments["average_over"]))
         segment = grid.segment(tuple(arguments.pop("axis")))
         node.target, node.kwargs = COLLECTIVES[target](segment, node.name, **arguments), {}
         node.target.path = Meta.path.get(node)  # type: ignore[union-attr]
@@ -148,7 +140,7 @@ def _link_halo_convolution(node: Node, grid: Grid) -> None:
     assert isinstance(weight, Node)
     run = _run_move(node, "halo", grid)
     empty = meta(node).local_shape if arguments.pop("empty") else None
-    node.target = HaloConvolution(run, meta(weight).local_shape[2:], **arguments, empty=empty)
+    node.target = HaloConvolution(run, meta(weight).local_shape[2:], **arguments, empty_shape=empty)
     node.kwargs = {}
 
 

@@ -95,9 +95,9 @@ def _sent(node: Node, with_gradient: Collection[Node], grid: Grid) -> _Sent | No
     if node.target is ops.reduce:
         return _sent_by_reduction(node, x, ranks, gradient)
     known = _sent_by_norm(node, x, ranks, gradient)
-    if not node.kwargs.get("apart") or not isinstance(node.args[3], Node):
+    if not node.kwargs.get("average_over") or not isinstance(node.args[3], Node):
         return known
-    ranks = _ranks(node, "apart", grid)  # the running statistics are averaged over these
+    ranks = _ranks(node, "average_over", grid)  # the running statistics are averaged over these
     nbytes = 2 * meta(x).local_shape[1] * max(4, meta(node).dtype.itemsize)
     return known + _Sent(volumes.allreduce_bytes(nbytes, ranks), 0, volumes.allreduce_messages(ranks), 0)
 

@@ -34,7 +34,7 @@ def _local_batch_norm(context: LocalContext) -> Call:
     kept = tuple(axis for axis in over if wanted is None or axis in wanted)
     count = [_size_over(context, dim, kept) for dim in range(len(context.layout.dims)) if dim != 1]
     words = {"momentum": context.args[6], "eps": context.args[7], "axis": kept, "count": count}
-    rest = {"apart": tuple(axis for axis in over if axis not in kept)} if kept != over else {}
+    rest = {"average_over": tuple(axis for axis in over if axis not in kept)} if kept != over else {}
     return ops.batch_norm, context.args[:5], words | rest
 
 
@@ -55,8 +55,8 @@ def _check_batch_norm(call: BoundCall) -> str | None:
     sizes: Any = call.node.kwargs.get("count") or [size for dim, size in enumerate(call.shape) if dim != 1]
     if math.prod(map(call.least, sizes)) > 1:
         return None
-    apart = ", on each part of the batch that it normalises" if "apart" in call.node.kwargs else ""
-    return f"needs more than one value per channel in training{apart}"
+    parts = ", on each part of the batch that it normalises" if "average_over" in call.node.kwargs else ""
+    return f"needs more than one value per channel in training{parts}"
 
 
 BATCH_NORM = Rule(

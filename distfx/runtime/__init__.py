@@ -1,1 +1,1 @@
-"""What runs on a rank: segments, moves, local kernels, transports. Knows nothing of the compiler."""
+"""The code that runs on each rank: transports, moves and local kernels. It does not depend on the compiler."""

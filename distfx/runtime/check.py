@@ -16,73 +16,83 @@ from distfx.errors import NonFiniteError
 from distfx.grid import Grid
 from distfx.ir.meta import Meta, meta
 from distfx.ir.moves import BoundMove
+from distfx.ir.nodes import describe
 from distfx.runtime.comm.agreement import compare_values, host_group
 from distfx.runtime.comm.failure import CommunicationScope
 
-__all__ = ["CheckedGraph"]
+__all__ = ["GraphChecker"]
+
+SHOWN_RANKS = 16
+"""Number of ranks that an error message lists."""
 
 
-class CheckedGraph:
-    """A linked graph, run node by node. Each rank notes its first bad node; after the pass, in which nothing waits for
-    that, they compare, and all raise the same error about the first of all: every rank runs the same nodes in the same
-    order, so that one is the cause."""
+class GraphChecker:
+    """Runs a linked graph node by node and raises if a value is not finite, with the same error on all ranks.
 
-    def __init__(self, module: GraphModule, grid: Grid, local: Collection[str] = ()) -> None:
-        self.module, self.grid, self.local = module, grid, local
+    Each rank records its first such node. The ranks compare these after the pass, so the check does not delay it. All
+    ranks run the same nodes in the same order, so the first node over all ranks is the cause.
+    """
+
+    def __init__(self, module: GraphModule, grid: Grid, local_inputs: Collection[str] = ()) -> None:
+        self.module, self.grid, self.local_inputs = module, grid, local_inputs
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:
         self._compare_inputs(args[1:])
-        run = _Run(self.module)
+        interpreter = _CheckingInterpreter(self.module)
         with torch.fx.traceback.preserve_node_meta(False):
-            results = run.run(*args)
-        self._compare(run.first)
+            results = interpreter.run(*args)
+        self._raise_if_any(interpreter.first)
         return results
 
     def _compare_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """What was given as the global tensor is the same on every rank: a data loader may have shuffled for each."""
+        """Raise if a global input differs between ranks, for example because each rank shuffles its data loader."""
         names = [node.name for node in self.module.graph.find_nodes(op="placeholder")[1:]]
-        whole = [(name, value) for name, value in zip(names, inputs, strict=True) if name not in self.local]
-        compare_values(self.grid.size, dict(whole))
+        pairs = zip(names, inputs, strict=True)
+        compare_values(self.grid.size, {name: value for name, value in pairs if name not in self.local_inputs})
 
-    def _compare(self, first: tuple[int, int, int] | None) -> None:
+    def _raise_if_any(self, first: tuple[int, int, int] | None) -> None:
+        """Compare the first non-finite nodes of all ranks, and raise an error about the first of these."""
         nodes = list(self.module.graph.nodes)
-        mine = torch.tensor(first or (len(nodes), 0, 0))
-        every = mine.unsqueeze(0)
+        own = torch.tensor(first or (len(nodes), 0, 0))
+        firsts = own.unsqueeze(0)
         if self.grid.size > 1:
             gathered = torch.empty(self.grid.size * 3, dtype=torch.int64)
             with CommunicationScope("comparison of check=True"):
-                dist.all_gather_single(gathered, mine, group=host_group())
-            every = gathered.view(-1, 3)
-        number = int(every[:, 0].min())
-        if number == len(nodes):
+                dist.all_gather_single(gathered, own, group=host_group())
+            firsts = gathered.view(-1, 3)
+        cause = int(firsts[:, 0].min())
+        if cause == len(nodes):
             return
-        found = [(rank, nan, inf) for rank, (index, nan, inf) in enumerate(every.tolist()) if index == number]
-        shown = [f"  rank {rank}: {_counts(nan, inf)}" for rank, nan, inf in found[:16]]
-        shown += [f"  and {len(found) - 16} more ranks"] if len(found) > 16 else []
-        raise NonFiniteError(f"{_describe(nodes[number])} is not finite, in this rank's part:\n" + "\n".join(shown))
+        ranks = [(rank, nan, inf) for rank, (index, nan, inf) in enumerate(firsts.tolist()) if index == cause]
+        lines = [f"  rank {rank}: {_counts(nan, inf)}" for rank, nan, inf in ranks[:SHOWN_RANKS]]
+        lines += [f"  and {len(ranks) - SHOWN_RANKS} more ranks"] if len(ranks) > SHOWN_RANKS else []
+        raise NonFiniteError(
+            f"{_value_of(nodes[cause])} is not finite. Number of elements in each rank's part:\n" + "\n".join(lines)
+        )
 
 
-class _Run(Interpreter):
-    """Runs a graph, and keeps the number of its first bad node with the counts of nan and inf there."""
+class _CheckingInterpreter(Interpreter):
+    """Runs a graph and records the index of the first node with a non-finite result, and its counts of nan and inf."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.numbers = {node: number for number, node in enumerate(module.graph.nodes)}
+        self.indices = {node: index for index, node in enumerate(module.graph.nodes)}
         self.first: tuple[int, int, int] | None = None
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
-        if self.first is None and n.meta and n.op != "output" and not _means_it(n):  # without meta: inserted by link
+        is_checked = n.meta and n.op != "output" and not _inserts_infinity(n)  # nodes without meta come from link
+        if is_checked and self.first is None:
             tensors = [t.detach() for t in tree_leaves(result) if isinstance(t, Tensor) and t.dtype.is_floating_point]
             bad = [t for t in tensors if not bool(t.isfinite().all())]
             if bad:
                 nan, inf = (sum(int(count(t).sum()) for t in bad) for count in (torch.isnan, torch.isinf))
-                self.first = (self.numbers[n], nan, inf)
+                self.first = (self.indices[n], nan, inf)
         return result
 
 
-def _means_it(node: Node) -> bool:
-    """Whether a node puts infinities there itself: a mask, the border of a max pooling. What it copies was checked."""
+def _inserts_infinity(node: Node) -> bool:
+    """Whether a node writes infinities on purpose: a mask, or the border of a max pooling. Its operands are checked."""
     bound = Meta.transfers.get(node)
     if isinstance(bound, BoundMove):
         return not math.isfinite(getattr(bound.forward, "fill", 0.0))
@@ -90,17 +100,14 @@ def _means_it(node: Node) -> bool:
 
 
 def _counts(nan: int, inf: int) -> str:
-    return " and ".join(f"{count} {what}" for count, what in ((nan, "nan"), (inf, "inf")) if count)
+    return " and ".join(f"{count} {name}" for count, name in ((nan, "nan"), (inf, "inf")) if count)
 
 
-def _describe(node: Node) -> str:
-    """A node as its user knows it: operator, module path, source line."""
+def _value_of(node: Node) -> str:
+    """The value of a node as the user knows it: a parameter, an input, or the result of an operator."""
     if Meta.parameter.is_set(node):
         return f"the parameter or buffer {meta(node).parameter}"
     if node.op == "placeholder":
         return f"the input {node.name}"
-    path, source = Meta.path.get(node), Meta.source.get(node)
-    what = f"the result of {getattr(node.target, '__name__', node.target)}" + (
-        f" for {meta(node).owner}" if Meta.owner.is_set(node) else f", node {node.name}"
-    )
-    return what + (f", in {path}" if path else "") + (f" ({source[0]}:{source[1]}: {source[2]})" if source else "")
+    purpose = f" for {meta(node).owner}" if Meta.owner.is_set(node) else ""
+    return f"the result of {getattr(node.target, '__name__', node.target)}{purpose}, {describe(node)},"

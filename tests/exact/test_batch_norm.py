@@ -1,4 +1,4 @@
-"""Batch norm: over all of the batch, over parts of it, of tiny shards, frozen."""
+"""Batch norm: over the whole batch, over parts of it, with tiny shards, frozen."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cumulative() -> None:
     distfx.parallelize(model, distfx.Grid(h=2))
 
 
-def test_batch_norm_with_cumulative_average_is_refused_by_name() -> None:
+def test_cumulative_average_raises_an_error() -> None:
     failures = run_raises(2, cumulative)
     assert len(set(failures)) == 1 and failures[0] is not None
     assert "1 is a BatchNorm2d with momentum=None" in failures[0].message and "momentum=0.1" in failures[0].message
@@ -67,7 +67,7 @@ def test_batch_norm_with_cumulative_average_is_refused_by_name() -> None:
     ],
 )
 def test_batch_norm_of_tiny_shards(world: int, grid: str, shape: tuple[int, ...], texts: tuple[str, ...]) -> None:
-    """None, one or few values on a rank; every rank; as the first layer."""
+    """Ranks with no value, one value or few values; and batch norm as the first layer."""
     same(grid, shape, *texts)
 
 
@@ -85,7 +85,7 @@ class FarFromZero(nn.Module):
 
 @on("n2h2", "h4")
 def test_batch_norm_is_stable(world: int, grid: str) -> None:
-    """The input has lost six digits before; what is left is kept: the variance has them all."""
+    """Adding 1e6 costs the input six digits. Batch norm must not lose more."""
     results = run(world, far_from_zero, grid)
     assert max(results) < 1e-8, results
 
@@ -123,7 +123,7 @@ def test_frozen_batch_norm(world: int, grid: str) -> None:
 
 
 class CalledTwice(nn.Module):
-    """One batch norm, of all channels and of those that a convolution has split."""
+    """One batch norm on replicated channels, and on channels that a convolution has split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,13 +134,13 @@ class CalledTwice(nn.Module):
 
 
 @on("c2", "c4", "c2h2")
-def test_a_batch_norm_that_is_called_twice(world: int, grid: str) -> None:
+def test_batch_norm_called_twice(world: int, grid: str) -> None:
     for train in (True, False):
         check(CalledTwice, grid, [(2, 4, 6, 5), (4, 4, 5, 6)], train=train)
 
 
-def evaluated_first(grid: str) -> list[float]:
-    """The statistics are stored as the graph without training decided, for a guessed image."""
+def errors_of_eval_first(grid: str) -> list[float]:
+    """Errors of a model that runs in eval mode first: that graph decides the layout of the statistics."""
     torch.manual_seed(0)
     model = CalledTwice().double().eval()
     net, plain = distfx.parallelize(model, grid), copy.deepcopy(model)
@@ -154,16 +154,16 @@ def evaluated_first(grid: str) -> list[float]:
     return errors + [relative(value, state[name]) for name, value in net.full_state_dict().items()]
 
 
-def test_statistics_that_are_stored_already() -> None:
-    for errors in run(4, evaluated_first, "c4"):
+def test_eval_before_train() -> None:
+    for errors in run(4, errors_of_eval_first, "c4"):
         assert max(errors) < 1e-12
 
 
 # ------------------------------------------------------------------------------------------ parts of a batch
 
 
-def apart(grid: str, batch_norm: str, parts: list[tuple[slice, ...]]) -> tuple[float, int]:
-    """Batch norms of each of ``parts`` by itself, against the plain layer on each; running statistics are averages."""
+def largest_error(grid: str, batch_norm: str, parts: list[tuple[slice, ...]]) -> float:
+    """Against the plain layer on each of ``parts`` separately, with the average of the running statistics."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).double()
     plain = copy.deepcopy(model)
@@ -190,40 +190,39 @@ def apart(grid: str, batch_norm: str, parts: list[tuple[slice, ...]]) -> tuple[f
         errors.append(relative(y, want))
         errors += [relative(net.get_parameter(n).grad.full_tensor(), p.grad) for n, p in plain.named_parameters()]
         errors += [relative(net.full_state_dict()[n], value) for n, value in plain.state_dict().items()]
-    return max(errors), sum(row.bytes_forward for row in net.plan.rows if row.op == "batch_norm")
+    return max(errors)
 
 
-every = slice(None)
+ALL = slice(None)
 SAMPLES = [(slice(0, 2),), (slice(2, 4),)]
-RULES = [(every, every, slice(0, 3)), (every, every, slice(3, 6))]
+ROWS = [(ALL, ALL, slice(0, 3)), (ALL, ALL, slice(3, 6))]
 
 
 @cases(
     "grid batch_norm parts",
     [
         ("n2", "local", SAMPLES),
-        ("h2", "local", RULES),
-        ("n2h2", "local", [(n, c, h) for (n,) in SAMPLES for _, c, h in RULES]),
+        ("h2", "local", ROWS),
+        ("n2h2", "local", [(n, c, h) for (n,) in SAMPLES for _, c, h in ROWS]),
         ("n2h2", "h", SAMPLES),
-        ("n2h2", "n", RULES),
-        ("c2h2", "n", RULES),
+        ("n2h2", "n", ROWS),
+        ("c2h2", "n", ROWS),
     ],
 )
 def test_batch_norm_of_parts(world: int, grid: str, batch_norm: str, parts: list[tuple[slice, ...]]) -> None:
-    for error, _ in run(world, apart, grid, batch_norm, parts):
-        assert error < 1e-10
+    assert max(run(world, largest_error, grid, batch_norm, parts)) < 1e-10
 
 
-def one_value_a_part() -> None:
+def one_value_per_part() -> None:
     net = distfx.parallelize(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), "n2", batch_norm="local")
     net(torch.randn(3, 3, 1, 1))  # one sample for rank 0, two for rank 1
 
 
-def test_a_part_needs_more_than_one_value() -> None:
-    messages = {failure.message if failure else "" for failure in run_raises(2, one_value_a_part)}
+def test_a_part_with_one_value_raises_an_error() -> None:
+    messages = {failure.message if failure else "" for failure in run_raises(2, one_value_per_part)}
     assert len(messages) == 1 and "more than one value" in messages.pop()
 
 
-def test_batch_norm_of_unknown_parts_is_refused() -> None:
+def test_unknown_parts_raise_an_error() -> None:
     with pytest.raises(distfx.DistfxError, match="give 'global'"):
         distfx.parallelize(nn.BatchNorm2d(3), {}, batch_norm="sync")

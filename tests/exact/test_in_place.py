@@ -1,4 +1,4 @@
-"""Activations and sums that are written over their operand: right everywhere, and what they save."""
+"""Activations and sums that overwrite their operand: exact results, and the memory they save."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "relu6": nn.ReLU6,
     "leaky": lambda: nn.LeakyReLU(0.2),
-    "leaky, falling": lambda: nn.LeakyReLU(-0.5),
+    "leaky, negative slope": lambda: nn.LeakyReLU(-0.5),
     "hardtanh": nn.Hardtanh,
     "elu": lambda: nn.ELU(0.7),
-    "elu, falling": lambda: nn.ELU(-0.7),
+    "elu, negative alpha": lambda: nn.ELU(-0.7),
     "selu": nn.SELU,
 }
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "none": lambda c: nn.Identity(),
     "batch": nn.BatchNorm2d,
     "instance": lambda c: nn.InstanceNorm2d(c, affine=True),
-    "instance, plain": nn.InstanceNorm2d,
+    "instance, not affine": nn.InstanceNorm2d,
     "group": lambda c: nn.GroupNorm(2, c),
 }
 
 
 class Block(nn.Module):
-    """Convolution, norm, activation, a sum with the input, an activation of that."""
+    """Convolution, norm, activation, a sum with the input, and an activation of the sum."""
 
     def __init__(self, norm: Callable[[int], nn.Module], activation: Callable[[], nn.Module], channels: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Beside each other, one of each activation with a norm."""
+    """One block for each activation, all with the same norm."""
 
     def __init__(self, norm: str) -> None:
         super().__init__()
@@ -72,13 +72,13 @@ def test_every_norm_and_activation_is_exact(world: int, grid: str, norm: str) ->
         check(Blocks, grid, [(4, 4, 6, 5)], kwargs={"norm": norm}, loss=_weighted, train=train)
 
 
-class Read(nn.Module):
-    """Operands that others read as well, before or after, or that are not the model's to overwrite."""
+class SharedOperands(nn.Module):
+    """Operands that must not be overwritten: others read them before or after, or they are inputs or buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
-        self.register_buffer("held", torch.randn(1, 3, 1, 1))
+        self.register_buffer("shift", torch.randn(1, 3, 1, 1))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = self.one(x)
@@ -89,44 +89,46 @@ class Read(nn.Module):
         c = view.sum(1) + b.sum((1, 2, 3))
         twice = self.one(z)
         d = twice + twice
-        e = F.relu(x) + self.held
-        kept = torch.sigmoid(self.two(x))
-        f = kept + x
+        e = F.relu(x) + self.shift
+        saved = torch.sigmoid(self.two(x))  # backward needs the result of sigmoid
+        f = saved + x
         wide = self.one(x).mean(1, keepdim=True) + x
         g = self.two(x) - x
         return a, b, c, d, e, F.relu(f), wide, F.elu(g), F.relu(torch.add(self.one(x), x, alpha=2))
 
 
 @on("", "h2", "n2", "c2")
-def test_what_others_read_stays(world: int, grid: str) -> None:
-    check(Read, grid, [(4, 3, 6, 5)], loss=_weighted)
+def test_shared_operands_are_not_overwritten(world: int, grid: str) -> None:
+    check(SharedOperands, grid, [(4, 3, 6, 5)], loss=_weighted)
 
 
 def _weighted(results: Any) -> Tensor:
     return sum((result * torch.linspace(1, 2, result.numel()).view_as(result)).mean() for result in results)
 
 
-def _saved(module: nn.Module, x: Tensor) -> int:
-    """Bytes that autograd keeps, each storage once, without parameters."""
-    kept: dict[int, int] = {}
-    held = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
-    own = {p.untyped_storage().data_ptr() for p in held}
+def _saved_bytes(module: nn.Module, x: Tensor) -> int:
+    """The bytes that autograd saves, without parameters. Each storage counts once."""
+    sizes: dict[int, int] = {}
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+    parameters = {shard.untyped_storage().data_ptr() for shard in shards}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = module(x)
     del result
-    return sum(kept.values())
+    return sum(sizes.values())
 
 
 def _compare_saved(norm: str, activation: str) -> tuple[int, int, int]:
+    """The bytes that the model saves, the model with ``inplace=True``, and the parallel module."""
+
     def build(inplace: bool) -> nn.Module:
-        made = ACTIVATIONS[activation]
-        layers = [(nn.Conv2d(4, 4, 3, padding=1), NORMS[norm](4), made()) for _ in range(4)]
+        layers = [(nn.Conv2d(4, 4, 3, padding=1), NORMS[norm](4), ACTIVATIONS[activation]()) for _ in range(4)]
         stack = nn.Sequential(*(layer for block in layers for layer in block))
         for module in stack.modules():
             if hasattr(module, "inplace"):
@@ -136,20 +138,20 @@ def _compare_saved(norm: str, activation: str) -> tuple[int, int, int]:
     x = torch.randn(2, 4, 32, 32)
     net = distfx.parallelize(build(False), distfx.Grid())
     net(x)
-    return _saved(build(False), x), _saved(build(True), x), _saved(net, x)
+    return _saved_bytes(build(False), x), _saved_bytes(build(True), x), _saved_bytes(net, x)
 
 
 @pytest.mark.parametrize("norm", ["none", "batch", "instance", "group"])
 @pytest.mark.parametrize("activation", ["relu", "leaky", "elu"])
-def test_one_rank_keeps_what_the_model_in_place_keeps(norm: str, activation: str) -> None:
+def test_one_rank_saves_no_more_than_the_in_place_model(norm: str, activation: str) -> None:
     ((copies, in_place, ours),) = run(1, _compare_saved, norm, activation)
     assert ours <= in_place
-    if activation != "relu":  # whose result is all that it keeps, either way
+    if activation != "relu":  # which saves only its result in any case
         assert ours < 0.8 * copies
 
 
 class Sums(nn.Module):
-    """Sums and products of two dtypes under autocast, or in double precision, in place or not."""
+    """Sums and products of operands with different dtypes, in place or not."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()
@@ -186,13 +188,13 @@ def _dtypes(grid: str, in_place: bool, autocast: bool) -> tuple[list[torch.dtype
 @on("", "h2", "c2")
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["promoted", "in place"])
-def test_what_is_written_in_place_keeps_its_dtype(world: int, grid: str, in_place: bool, autocast: bool) -> None:
+def test_in_place_results_keep_their_dtype(world: int, grid: str, in_place: bool, autocast: bool) -> None:
     for have, want in run(world, _dtypes, grid, in_place, autocast):
         assert have == want
 
 
 class Counter(nn.Module):
-    """A buffer that forward adds to: what reads it must not overwrite it."""
+    """A buffer that forward modifies. The ReLU that reads it must not overwrite it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +211,7 @@ def test_buffers_are_not_overwritten(world: int, grid: str) -> None:
 
 
 class Large(nn.Module):
-    """Activations of more than ``reuse.LARGE`` elements: read by one layer, by two, by a sum, by a view, returned."""
+    """Activations of more than ``reuse.LARGE`` elements, returned or read by one layer, two, a sum or a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,18 +231,19 @@ class Large(nn.Module):
         return two(g) * g, e, f, F.relu(one(x))
 
 
-def test_large_gradients_are_overwritten_where_nobody_can_tell() -> None:
-    assert run(1, _overwriting) == [["relu_.default", "elu_.default", "leaky_relu_.default"]]
+def test_large_gradients_with_one_reader_are_overwritten() -> None:
+    assert run(1, _in_place_activations) == [["relu_.default", "elu_.default", "leaky_relu_.default"]]
 
 
-def _overwriting() -> list[str]:
+def _in_place_activations() -> list[str]:
+    """The activations whose gradient is overwritten, for a large and a small image."""
     net = distfx.parallelize(Large(), distfx.Grid())
-    found = []
+    names = []
     for size in (256, 8):
         net(torch.randn(1, 4, size, size))
-        overwriting = net.graph_after("reuse").graph.find_nodes(op="call_function", target=ops.activate_in_place)
-        found += [str(node.kwargs["activation"]).removeprefix("aten.") for node in overwriting]
-    return found
+        nodes = net.graph_after("reuse").graph.find_nodes(op="call_function", target=ops.activate_in_place)
+        names += [str(node.kwargs["activation"]).removeprefix("aten.") for node in nodes]
+    return names
 
 
 @on("", "h2", "n2")
@@ -249,7 +252,7 @@ def test_large_activations_are_exact(world: int, grid: str) -> None:
 
 
 @pytest.mark.parametrize("activation", [aten.relu_.default, aten.leaky_relu_.default, aten.elu_.default])
-def test_the_gradient_lies_where_that_of_the_result_lay(activation: Any) -> None:
+def test_the_gradient_overwrites_that_of_the_result(activation: Any) -> None:
     x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     result_grad = torch.randn(5, 7, dtype=torch.float64)
     (want,) = torch.autograd.grad(activation(x.clone()), x, result_grad)

@@ -1,4 +1,4 @@
-"""Random convolutions and pools on random grids: whatever is legal in torch is exact in parallel."""
+"""Random convolutions, pools and networks on random grids: all that torch accepts is exact in parallel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRATEGIES = ("auto", *ALGORITHMS)
 
 @dataclass
 class Case:
-    """One thing to run; its ``repr`` is what is needed to run it again."""
+    """A network to check on a grid. Its ``repr`` is enough to run it again."""
 
     grid: str
     shape: tuple[int, ...]
@@ -51,12 +51,13 @@ class Geometry:
 
 
 def each(dims: list[Geometry], name: str) -> tuple[int, ...]:
+    """The attribute ``name`` of each dim."""
     return tuple(getattr(dim, name) for dim in dims)
 
 
 @st.composite
 def conv_dim(draw: st.DrawFn, rank: int, kind: str, extent: int | None = None) -> Geometry | None:
-    """A legal geometry along one dim, of the input's ``extent`` if that is given; ``None`` if nothing was legal."""
+    """A legal geometry along one dim, for an input of ``extent`` if given; ``None`` if the drawn one is not legal."""
     k = draw(st.integers(1, 7 if rank < 3 else 4))
     d = draw(st.integers(1, 3 if k < 5 else 2))
     s = draw(st.integers(1, 4 if kind != "same" else 1))
@@ -83,21 +84,25 @@ def convolution(draw: st.DrawFn, rank: int, channels: int, extents: list[int] | 
     """A convolution as text, the number of its filters, and its geometry."""
     kind = draw(st.sampled_from(("zeros",) * 5 + ("transposed",) * 3 + ("same", "reflect", "replicate", "circular")))
     dims = [draw(conv_dim(rank, kind, extents[i] if extents else None)) for i in range(rank)]
-    if None in dims:  # only where the extents were given: what always fits
+    if None in dims:  # possible only with given extents: a layer that fits all
         kind, dims = "zeros", [Geometry(1, 1, 0, 1, 0, e, e) for e in extents or ()]
     groups = draw(st.sampled_from([g for g in range(1, channels + 1) if channels % g == 0]))
     if draw(st.booleans()):
         groups = 1
     filters = groups * draw(st.integers(1, max(1, 9 // groups)))
-    words = [f"{channels}, {filters}, {each(dims, 'k')}", f"stride={each(dims, 's')}", f"dilation={each(dims, 'd')}"]
-    words += [f"padding={each(dims, 'p')}" if kind != "same" else "padding='same'"]
-    words += [f"groups={groups}", f"bias={draw(st.booleans())}"]
+    arguments = [
+        f"{channels}, {filters}, {each(dims, 'k')}",
+        f"stride={each(dims, 's')}",
+        f"dilation={each(dims, 'd')}",
+    ]
+    arguments += [f"padding={each(dims, 'p')}" if kind != "same" else "padding='same'"]
+    arguments += [f"groups={groups}", f"bias={draw(st.booleans())}"]
     if kind == "transposed":
-        words.append(f"output_padding={each(dims, 'op')}")
+        arguments.append(f"output_padding={each(dims, 'op')}")
     elif kind not in ("zeros", "same"):
-        words.append(f"padding_mode='{kind}'")
+        arguments.append(f"padding_mode='{kind}'")
     name = "ConvTranspose" if kind == "transposed" else "Conv"
-    return f"{name}{rank}d({', '.join(words)})", filters, dims
+    return f"{name}{rank}d({', '.join(arguments)})", filters, dims
 
 
 @st.composite
@@ -111,7 +116,7 @@ def pool(draw: st.DrawFn, rank: int, extents: list[int] | None = None) -> tuple[
         s, p = draw(st.integers(1, 4)), draw(st.integers(0, k // 2))
         d = draw(st.integers(1, 2)) if largest else 1
         least = max(1, d * (k - 1) + 1 - 2 * p)
-        least = max(least, k) if rank == 3 and not largest else least  # avg_pool3d wants that
+        least = max(least, k) if rank == 3 and not largest else least  # avg_pool3d requires it
         extent = extents[i] if extents else least + draw(st.integers(0, 10 if rank < 3 else 4))
         if extent < least:
             k = s = d = 1
@@ -121,19 +126,19 @@ def pool(draw: st.DrawFn, rank: int, extents: list[int] | None = None) -> tuple[
         if ceil and (after - 1) * s >= extent + p:
             after -= 1  # the last window must begin inside
         dims.append(Geometry(k, s, p, d, 0, extent, after))
-    words = [f"{each(dims, 'k')}, {each(dims, 's')}, {each(dims, 'p')}, ceil_mode={ceil}"]
+    arguments = [f"{each(dims, 'k')}, {each(dims, 's')}, {each(dims, 'p')}, ceil_mode={ceil}"]
     if largest:
-        words.append(f"dilation={each(dims, 'd')}")
+        arguments.append(f"dilation={each(dims, 'd')}")
     else:
-        words.append(f"count_include_pad={draw(st.booleans())}")
+        arguments.append(f"count_include_pad={draw(st.booleans())}")
         if rank > 1 and draw(st.integers(0, 3)) == 0:
-            words.append(f"divisor_override={draw(st.integers(1, 9))}")
-    return f"{'Max' if largest else 'Avg'}Pool{rank}d({', '.join(words)})", dims
+            arguments.append(f"divisor_override={draw(st.integers(1, 9))}")
+    return f"{'Max' if largest else 'Avg'}Pool{rank}d({', '.join(arguments)})", dims
 
 
 @st.composite
-def place(draw: st.DrawFn, world: int, rank: int) -> tuple[str, int, str]:
-    """A grid of ``world`` ranks, a batch that its samples axis can split, and a strategy."""
+def placement(draw: st.DrawFn, world: int, rank: int) -> tuple[str, int, str]:
+    """A grid of ``world`` ranks, a batch size that its axis ``n`` can split, and a strategy."""
     grid = draw(st.sampled_from(list(grids(world, "nc" + "dhw"[3 - rank :]))))
     samples = int(grid[1]) if grid.startswith("n") else 1
     strategy = draw(st.sampled_from(STRATEGIES)) if "c" in grid else "auto"
@@ -144,7 +149,7 @@ def place(draw: st.DrawFn, world: int, rank: int) -> tuple[str, int, str]:
 def convolutions(draw: st.DrawFn, world: int) -> Case:
     """One convolution."""
     rank = draw(st.sampled_from((1, 2, 2, 3)))
-    grid, batch, strategy = draw(place(world, rank))
+    grid, batch, strategy = draw(placement(world, rank))
     channels = draw(st.integers(1, 9))
     text, _, dims = draw(convolution(rank, channels))
     return Case(grid, (batch, channels, *each(dims, "extent")), [text], strategy)
@@ -152,9 +157,9 @@ def convolutions(draw: st.DrawFn, world: int) -> Case:
 
 @st.composite
 def pools(draw: st.DrawFn, world: int) -> Case:
-    """A 1x1 convolution and a pool, so that channels may come split too."""
+    """A 1x1 convolution, which may split channels, and a pool."""
     rank = draw(st.sampled_from((1, 2, 2, 3)))
-    grid, batch, strategy = draw(place(world, rank))
+    grid, batch, strategy = draw(placement(world, rank))
     text, dims = draw(pool(rank))
     filters = draw(st.integers(1, 5))
     texts = [f"Conv{rank}d(2, {filters}, 1)", text]
@@ -163,9 +168,9 @@ def pools(draw: st.DrawFn, world: int) -> Case:
 
 @st.composite
 def networks(draw: st.DrawFn, world: int) -> Case:
-    """Three to five layers, each of which fits what the one before it gives."""
+    """Three to five layers, each of which accepts the output of the one before."""
     rank = draw(st.sampled_from((1, 2, 2)))
-    grid, batch, strategy = draw(place(world, rank))
+    grid, batch, strategy = draw(placement(world, rank))
     channels = draw(st.integers(1, 6))
     text, filters, dims = draw(convolution(rank, channels))
     shape, texts = (batch, channels, *each(dims, "extent")), [text]
@@ -186,12 +191,13 @@ def networks(draw: st.DrawFn, world: int) -> Case:
     return Case(grid, shape, texts, strategy)
 
 
-def _ids(pairs: list[tuple[int, int]]) -> Any:
+def _worlds(pairs: list[tuple[int, int]]) -> Any:
+    """Run a test for each world size, with a number of examples."""
     return pytest.mark.parametrize(("world", "examples"), pairs, ids=[f"{world}" for world, _ in pairs])
 
 
 def _run(cases: Any, examples: int) -> None:
-    """Each of ``examples`` draws of ``cases``."""
+    """Run ``examples`` draws of ``cases``."""
 
     @settings(max_examples=examples, **COMMON)
     @given(cases)
@@ -201,16 +207,16 @@ def _run(cases: Any, examples: int) -> None:
     each_case()
 
 
-@_ids([(2, 30), (3, 20), (4, 30), (6, 6), (8, 5)])
+@_worlds([(2, 30), (3, 20), (4, 30), (6, 6), (8, 5)])
 def test_random_convolutions(world: int, examples: int) -> None:
     _run(convolutions(world), examples)
 
 
-@_ids([(2, 12), (3, 8), (4, 10)])
+@_worlds([(2, 12), (3, 8), (4, 10)])
 def test_random_pools(world: int, examples: int) -> None:
     _run(pools(world), examples)
 
 
-@_ids([(2, 12), (3, 8), (4, 12), (8, 3)])
+@_worlds([(2, 12), (3, 8), (4, 12), (8, 3)])
 def test_random_networks(world: int, examples: int) -> None:
     _run(networks(world), examples)

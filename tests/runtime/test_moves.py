@@ -1,6 +1,6 @@
 """Moves on real ranks: their values, and the adjoint test <Fx, y> == <x, F'y> for each of them.
 
-All data are small whole numbers, so that every comparison is exact in every dtype.
+All data are small integers, so every comparison is exact in every dtype.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from distfx.ir.moves import (
     ToReplicated,
     ToVarying,
 )
-from distfx.runtime.autograd import transfers as halves
+from distfx.runtime.autograd import transfers
 from distfx.runtime.autograd.moves import RunMove, begin, finish
 
 # ------------------------------------------------------------------------------ tensors in a layout, on a rank
 
 
 def numbers(shape: tuple[int, ...], *seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Small whole numbers, the same on every rank for the same seed."""
+    """Small integers, the same on every rank for the same seed."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**31)
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
@@ -51,21 +51,21 @@ def coordinate(grid: Grid, axes: frozenset[str], rank: int | None = None) -> tup
 
 
 def part(whole: Tensor, layout: Layout, grid: Grid, border: dict[int, tuple[int, str, float]] | None = None) -> Tensor:
-    """This rank's part of a whole tensor. ``border``: for a windowed dim the target's extent, mode and fill."""
+    """This rank's part of a whole tensor. ``border`` has the target's extent, mode and fill of each windowed dim."""
     for dim, split in enumerate(layout.dims):
         extent = whole.shape[dim]
         blocks, mode, fill = (border or {}).get(dim, (extent, "constant", 0.0))
         lo, hi = split.bounds(blocks, grid.placement())
         lo, hi = (split.window or Window()).need(lo, hi)
-        places = [_source(i, extent, mode) for i in range(int(lo), int(hi))]
-        picked = whole.index_select(dim, torch.tensor([max(p, 0) for p in places], dtype=torch.int64))
-        picked.index_fill_(dim, torch.tensor([i for i, p in enumerate(places) if p < 0], dtype=torch.int64), fill)
-        whole = picked
+        sources = [_source(i, extent, mode) for i in range(int(lo), int(hi))]
+        window = whole.index_select(dim, torch.tensor([max(s, 0) for s in sources], dtype=torch.int64))
+        window.index_fill_(dim, torch.tensor([i for i, s in enumerate(sources) if s < 0], dtype=torch.int64), fill)
+        whole = window
     return whole
 
 
 def _source(position: int, extent: int, mode: str) -> int:
-    """Where padding reads a position from; -1 for nowhere."""
+    """The position that padding reads; -1 if it fills with a constant."""
     if 0 <= position < extent:
         return position
     mirrored = -position if position < 0 else 2 * (extent - 1) - position
@@ -74,38 +74,38 @@ def _source(position: int, extent: int, mode: str) -> int:
 
 
 def whole_value(
-    partial: frozenset[str], shape: tuple[int, ...], grid: Grid, seed: int, left: frozenset[str] = frozenset()
+    partial: frozenset[str], shape: tuple[int, ...], grid: Grid, seed: int, kept: frozenset[str] = frozenset()
 ) -> Tensor:
-    """The tensor that the summands over ``partial`` mean; still this rank's summand over the axes ``left`` of these."""
-    ranks = [r for r in range(grid.size) if coordinate(grid, left, r) == coordinate(grid, left)]
-    places = {coordinate(grid, partial, rank) for rank in ranks}
-    return torch.stack([numbers(shape, seed, *place) for place in places]).sum(0)
+    """The sum of the summands over the axes ``partial``, except over the axes ``kept``: this rank's summand there."""
+    ranks = [r for r in range(grid.size) if coordinate(grid, kept, r) == coordinate(grid, kept)]
+    coordinates = {coordinate(grid, partial, rank) for rank in ranks}
+    return torch.stack([numbers(shape, seed, *each) for each in coordinates]).sum(0)
 
 
 def value(layout: Layout, shape: tuple[int, ...], grid: Grid, seed: int) -> Tensor:
-    """A tensor in ``layout``: this rank's part of it. Partial sums differ along their axes."""
+    """This rank's part of a tensor in ``layout``. Partial sums differ along their axes."""
     return part(whole_value(layout.partial, shape, grid, seed, layout.partial), layout, grid)
 
 
 def cotangent(like: Tensor, layout: Layout, grid: Grid, seed: int) -> Tensor:
-    """A gradient of a tensor in ``layout``: of its own on each part, and a summand on each rank where it is varying."""
-    own = layout.split_axes | layout.varying
-    return numbers(tuple(like.shape), seed, *coordinate(grid, own))
+    """A gradient of a tensor in ``layout``. It differs between parts, and between ranks along varying axes."""
+    axes = layout.split_axes | layout.varying
+    return numbers(tuple(like.shape), seed, *coordinate(grid, axes))
 
 
 def replicated(layout: Layout, grid: Grid) -> frozenset[str]:
-    """The axes along which every rank has the same and does the same."""
+    """The axes along which a tensor is replicated and used in the same way."""
     return frozenset(grid.axes) - layout.split_axes - layout.partial - layout.varying
 
 
 def inner(x: Tensor, grad: Tensor, layout: Layout, grid: Grid) -> float:
     """The inner product of a tensor in ``layout`` with its gradient, over the whole grid.
 
-    Over an axis that splits it, or that it is a partial sum over, or varying, the ranks' products add up (one of the
-    two is a sum over the axis, the other the same everywhere); over an axis that it is replicated along, one counts.
+    The ranks' products are added along axes that split the tensor, and along partial and varying axes, where one of the
+    two is a sum over the axis and the other the same everywhere. Along replicated axes one rank counts.
     """
-    once = not any(coordinate(grid, replicated(layout, grid)))
-    total = (x.double() * grad.double()).sum() if once else torch.zeros((), dtype=torch.float64)
+    is_counted = not any(coordinate(grid, replicated(layout, grid)))
+    total = (x.double() * grad.double()).sum() if is_counted else torch.zeros((), dtype=torch.float64)
     if grid.size > 1:
         dist.all_reduce(total)
     return float(total)
@@ -116,9 +116,9 @@ def same_along(x: Tensor, axes: frozenset[str], grid: Grid) -> bool:
     along = tuple(axis for axis in grid.axes if axis in axes)
     if not along:
         return True
-    everything: list[Any] = [None] * grid.size
-    dist.all_gather_object(everything, x.detach())
-    return all(torch.equal(everything[rank], x) for rank in grid.members(along))
+    tensors: list[Any] = [None] * grid.size
+    dist.all_gather_object(tensors, x.detach())
+    return all(torch.equal(tensors[rank], x) for rank in grid.members(along))
 
 
 # ----------------------------------------------------------------------------------------------------- cases
@@ -143,8 +143,8 @@ def halo(
     return Exchange(axes, dim, Split(axes, 1, Window.parse(window)), extent, mode, fill)
 
 
-def again(axes: tuple[str, ...], dim: int, extent: int, order: tuple[str, ...] = (), unit: int = 1) -> Exchange:
-    """A repartition of the same axes: in another order, by other granules."""
+def repartition(axes: tuple[str, ...], dim: int, extent: int, order: tuple[str, ...] = (), unit: int = 1) -> Exchange:
+    """An exchange to another order of the same axes, or to another unit."""
     return Exchange(axes, dim, Split(order or axes, unit), extent)
 
 
@@ -164,7 +164,7 @@ def _cases() -> list[Case]:
             cases.append(Case(grid, f"A B sum({axis})", (3, 5), AllReduce((axis,), to)))
         cases.append(Case(grid, "A B", (3, 5), ToVarying((axis,))))
         cases.append(Case(grid, f"A B each({axis})", (3, 5), ToReplicated((axis,))))
-        cases.append(Case(grid, f"A B C/{axis} D", (2, 0, 5, 3), AllGather((axis,), 2)))  # nothing at all
+        cases.append(Case(grid, f"A B C/{axis} D", (2, 0, 5, 3), AllGather((axis,), 2)))  # no elements
         cases.append(Case(grid, f"A B C/{axis} D", (2, 0, 5, 3), halo((axis,), 2, "a-1:b+1", 5)))
     for grid in ("h2", "h3", "h4"):
         x = "N C H/h W"
@@ -177,21 +177,21 @@ def _cases() -> list[Case]:
             ("a+2:b+2", 9, 5),  # a crop
             ("3a:3b-2", 10, 4),  # stride wider than the kernel
             ("a-1:b+1", 2, 2),  # fewer rows than ranks
-            ("a:b", 9, 9),  # nothing
-            ("a+1:b-1", 12, 12),  # less than its own
+            ("a:b", 9, 9),  # no halo
+            ("a+1:b-1", 12, 12),  # less than the own part
         ):
             cases.append(Case(grid, x, (2, 3, extent, 4), halo(("h",), 2, window, blocks)))
         for mode in ("circular", "replicate", "reflect"):
             for extent, width in ((9, 1), (5, 4), (7, 3)):
                 move = halo(("h",), 2, f"a-{width}:b-{width}", extent + 2 * width, mode)
                 cases.append(Case(grid, x, (2, 1, extent, 3), move))
-        cases.append(Case(grid, x, (1, 2, 6, 2), again(("h",), 2, 6, unit=3)))
+        cases.append(Case(grid, x, (1, 2, 6, 2), repartition(("h",), 2, 6, unit=3)))
     for grid in ("c2x2", "c2x3", "c3x2"):
         for extent in (12, 7, 5, 2):
             shape = (2, extent, 2)
             for one, two in (("c0", "c1"), ("c1", "c0")):
                 both = f"N C/({one},{two}) W"
-                cases.append(Case(grid, both, shape, again((one, two), 1, extent, (two, one))))
+                cases.append(Case(grid, both, shape, repartition((one, two), 1, extent, (two, one))))
                 cases.append(Case(grid, both, shape, AllGather((one, two), 1)))
                 cases.append(Case(grid, both, shape, AllGather((two,), 1)))
                 cases.append(Case(grid, both, shape, AllGather((two,), 1, "replicated")))
@@ -230,9 +230,9 @@ def _cases() -> list[Case]:
 CASES = _cases()
 
 
-def bound(case: Case, grid: Grid, local: tuple[int, ...], last: bool = False) -> tuple[BoundMove, RunMove]:
+def bound(case: Case, grid: Grid, local: tuple[int, ...], channels_last: bool = False) -> tuple[BoundMove, RunMove]:
     move = case.move.bind(Layout.parse(case.layout), case.shape, local, grid)
-    return move, RunMove(move, grid.segment(case.move.axes), "node", last=last)
+    return move, RunMove(move, grid.segment(case.move.axes), "node", channels_last=channels_last)
 
 
 def border_of(case: Case) -> dict[int, tuple[int, str, float]]:
@@ -245,21 +245,21 @@ def border_of(case: Case) -> dict[int, tuple[int, str, float]]:
 
 
 def check_move(case: Case) -> dict[str, Any]:
-    """On a rank: the values of a move, its adjoint, and what the ledger says."""
+    """The values of a move on one rank, its adjoint, and the ledger's figures."""
     grid = Grid.parse(case.grid)
     layout = Layout.parse(case.layout)
     result = case.move.result(layout)
     x = value(layout, case.shape, grid, 1)
-    move, go = bound(case, grid, tuple(x.shape))
+    move, run_move = bound(case, grid, tuple(x.shape))
     before = x.clone()
     x.requires_grad_(True)
     with distfx.record_comm() as ledger:
-        y = go(x)
+        y = run_move(x)
         grad = cotangent(y, result, grid, 2)
-        given = grad.clone()
+        grad_before = grad.clone()
         y.backward(grad)
     assert x.grad is not None
-    assert torch.equal(x.detach(), before) and torch.equal(grad, given), "a move changed what it was given"
+    assert torch.equal(x.detach(), before) and torch.equal(grad, grad_before), "a move modified its operand"
     assert tuple(x.shape) == move.forward.before == move.backward.after
     assert tuple(y.shape) == move.forward.after == move.backward.before
     whole = whole_value(layout.partial, case.shape, grid, 1, result.partial)
@@ -295,7 +295,7 @@ def test_adjoint(world: int, case: Case) -> None:
         assert result["gradient is the same where it must be"], rank
         assert result["result is the same where it must be"], rank
         for have, want in (*result["bytes"], *result["messages"]):
-            assert have == want, f"rank {rank}: the ledger has {have}, the half {want}"
+            assert have == want, f"rank {rank}: the ledger has {have}, the transfer {want}"
         assert result["axes"] <= {"*".join(case.move.axes)}
 
 
@@ -303,40 +303,40 @@ NATIVE = [
     *(Case("c3", "N C/c H W", (2, 6, 2, 3), AllGather(("c",), 1, to)) for to in ("varying", "replicated")),
     Case("c3", "N C H W sum(c)", (2, 6, 2, 3), ReduceScatter(("c",), 1)),
     Case("c3", "N C H W", (2, 6, 2, 3), Slice(("c",), 1)),
-    Case("c3", "N C/c H W", (2, 8, 2, 3), AllGather(("c",), 1)),  # uneven: by messages
-    Case("c2x2", "N C/(c1,c0) W", (2, 8, 2), AllGather(("c1", "c0"), 1)),  # not in the order of the ranks
+    Case("c3", "N C/c H W", (2, 8, 2, 3), AllGather(("c",), 1)),  # uneven: point-to-point messages
+    Case("c2x2", "N C/(c1,c0) W", (2, 8, 2), AllGather(("c1", "c0"), 1)),  # not in rank order
     Case("n2h2", "N/n C H/h W", (4, 2, 6, 3), AllGather(("h",), 2)),
-    Case("h3", "N C H/h W", (2, 2, 3, 3), halo(("h",), 2, "a-1:b+1", 3)),  # the rank in the middle needs everything
+    Case("h3", "N C H/h W", (2, 2, 3, 3), halo(("h",), 2, "a-1:b+1", 3)),  # the middle rank needs all rows
     Case("h3", "N C H/h W", (2, 2, 6, 3), halo(("h",), 2, "a-2:b+2", 6)),
-    Case("h3", "N C H/h W", (2, 2, 6, 3), again(("h",), 2, 6)),
+    Case("h3", "N C H/h W", (2, 2, 6, 3), repartition(("h",), 2, 6)),
 ]
 
 
-def check_native(case: Case, last: bool) -> dict[str, Any]:
-    """As on a backend with a fast gather and reduce-scatter of its own."""
-    with patch.object(halves, "has_native_gather", lambda *_: True):
-        return check_formats(case, torch.float64) if last else check_move(case)
+def check_native(case: Case, formats: bool) -> dict[str, Any]:
+    """The values of a move, or its memory formats, on a backend with a native gather and reduce-scatter."""
+    with patch.object(transfers, "has_native_gather", lambda *_: True):
+        return check_formats(case, torch.float64) if formats else check_move(case)
 
 
 @pytest.mark.parametrize(
     ("world", "case"), [(ranks_of(case.grid), case) for case in NATIVE], ids=[str(case) for case in NATIVE]
 )
 def test_native_gathers(world: int, case: Case) -> None:
-    """All members of a segment take the same way: one that gathers would wait for ever for those that exchange."""
+    """All members of a segment choose the same implementation: one that gathers would wait for ever for the others."""
     for result in run(world, check_native, case, False, timeout=60):
         assert result["value"] and result["inner"][0] == result["inner"][1]
         assert result["gradient is the same where it must be"] and result["result is the same where it must be"]
     if len(case.shape) == 4 and not isinstance(case.move, Slice):
         for outcome in run(world, check_native, case, True):
             assert all(right for right, _ in outcome.values()), outcome
-            assert outcome["channels_last, last"][1], "channels_last was lost"
+            assert outcome["channels_last, last"][1], "the result is not channels_last"
 
 
 # ------------------------------------------------------------------------------------------------- the ledger
 
 
 RING = [
-    # grid, layout, shape, move, total sent forward and backward by all ranks together in elements
+    # grid, layout, shape, move, elements sent by all ranks in total, forward and backward
     ("c4", "A/c B", (8, 3), AllGather(("c",), 0), 3 * 24, 3 * 24),
     ("c4", "A/c B", (8, 3), AllGather(("c",), 0, "replicated"), 3 * 24, 0),
     ("c3", "A/c B", (7, 3), AllGather(("c",), 0), 2 * 21, 2 * 21),
@@ -352,7 +352,7 @@ RING = [
     ("c4", "A/c B", (8, 4), AllToAll(("c",), 0, 1), 3 * 32 // 4, 3 * 32 // 4),
     ("h4", "A/h B", (8, 3), halo(("h",), 0, "a-1:b+1", 8), 2 * 3 * 3, 2 * 3 * 3),
     ("h4", "A/h B", (8, 3), halo(("h",), 0, "a-1:b-1", 10, "circular"), 3 * 3, 3 * 3),
-    ("c2x2", "A/(c0,c1) B", (8, 3), again(("c0", "c1"), 0, 8, ("c1", "c0")), 4 * 3, 4 * 3),
+    ("c2x2", "A/(c0,c1) B", (8, 3), repartition(("c0", "c1"), 0, 8, ("c1", "c0")), 4 * 3, 4 * 3),
 ]
 
 
@@ -362,14 +362,14 @@ RING = [
     ids=[f"{g} {move}" for g, _, _, move, _, _ in RING],
 )
 def test_ring_volumes(world: int, case: Case, forward: int, backward: int) -> None:
-    """The sum over all ranks of what each sends, by the ring convention."""
+    """The bytes sent by all ranks in total, by the ring convention."""
     results = run(world, check_move, case)
     assert sum(result["bytes"][0][0] for result in results) == forward * 8
     assert sum(result["bytes"][1][0] for result in results) == backward * 8
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_one_rank_sends(world: int) -> None:
+def test_volumes_of_one_rank(world: int) -> None:
     """All-gather (p-1) shards, reduce-scatter (p-1) output shards, allreduce 2(p-1)/p of the tensor."""
     grid, p = f"c{world}", world
     for result in run(world, check_move, Case(grid, "A/c B", (2 * p, 3), AllGather(("c",), 0))):
@@ -380,37 +380,37 @@ def test_what_one_rank_sends(world: int) -> None:
 
 
 def count_small() -> list[tuple[int, int]]:
-    """Bytes and messages of moves in which there is little or nothing to say."""
+    """Bytes and messages of moves that send little or nothing."""
     grid = Grid.parse("c2h2")
     counts = []
     for layout, shape, move in (
-        ("A/c B", (1, 3), AllGather(("c",), 0)),  # only the first rank has anything
+        ("A/c B", (1, 3), AllGather(("c",), 0)),  # only the first rank has elements
         ("A/c B", (0, 3), AllGather(("c",), 0)),
         ("A/c B", (4, 0), AllGather(("c",), 0)),
         ("A B/h", (4, 6), halo(("h",), 1, "a:b", 6)),
         ("A B/h", (4, 0), halo(("h",), 1, "a-1:b+1", 0)),
         ("A B/h", (0, 6), halo(("h",), 1, "a-1:b+1", 6)),
-        ("A/c B", (1, 1), AllToAll(("c",), 0, 1)),  # it stays where it is
+        ("A/c B", (1, 1), AllToAll(("c",), 0, 1)),  # the element stays on its rank
     ):
         case = Case("c2h2", layout, shape, move)
         x = value(Layout.parse(layout), shape, grid, 1)
         x.requires_grad_(True)
-        _, go = bound(case, grid, tuple(x.shape))
+        _, run_move = bound(case, grid, tuple(x.shape))
         with distfx.record_comm() as ledger:
-            y = go(x)
+            y = run_move(x)
             y.backward(torch.ones_like(y))
         counts.append((ledger.bytes(), ledger.messages()))
     return counts
 
 
-def test_no_message_without_content() -> None:
-    one, none = (3 * 8, 1), (0, 0)  # forward from the first rank, back from the second
+def test_empty_messages_are_not_sent() -> None:
+    one, none = (3 * 8, 1), (0, 0)  # forward from the first rank, backward from the second
     for rank, counts in enumerate(run(4, count_small)):
         assert counts == [one, *[none] * 6], rank
 
 
 def run_alone() -> dict[str, Any]:
-    """A grid of one rank: no axis, no group, no move."""
+    """Moves on a grid of one rank, without axes."""
     grid = Grid()
     segment = grid.segment(())
     x = numbers((3, 4), 1).requires_grad_(True)
@@ -427,11 +427,11 @@ def test_one_rank_sends_nothing() -> None:
     assert run(1, run_alone) == [{"rows": [], "axes": {}}]
 
 
-# ----------------------------------------------------------------------------- begun here and finished there
+# ----------------------------------------------------------------------------- begin and finish
 
 
 def overlap(cases: list[Case]) -> list[bool]:
-    """Two moves at once with work in between, against the same one after the other."""
+    """Whether two overlapping moves with work in between equal the same moves one after the other."""
     grid = Grid.parse(cases[0].grid)
     outcomes = []
     for first, second in zip(cases, cases[1:] + cases[:1], strict=True):
@@ -465,7 +465,7 @@ def overlap(cases: list[Case]) -> list[bool]:
 
 
 @pytest.mark.parametrize(("world", "grid"), [(2, "h2"), (3, "h3"), (4, "h4"), (4, "c2x2"), (8, "n2c2h2")])
-def test_halves_do_what_the_whole_does(world: int, grid: str) -> None:
+def test_begin_and_finish_equal_one_step(world: int, grid: str) -> None:
     cases = [case for case in CASES if case.grid == grid][:40]
     for outcomes in run(world, overlap, cases):
         assert all(outcomes), [str(case) for case, ok in zip(cases, outcomes, strict=True) if not ok]
@@ -479,8 +479,8 @@ def finish_twice() -> None:
     finish(ticket)
 
 
-def test_a_move_is_finished_once() -> None:
-    with pytest.raises(Exception, match="finished that was not begun"):
+def test_finish_is_called_once() -> None:
+    with pytest.raises(Exception, match="not in flight"):
         run(2, finish_twice)
 
 
@@ -514,28 +514,29 @@ def formatted(x: Tensor, name: str) -> Tensor:
 
 
 def check_formats(case: Case, dtype: torch.dtype) -> dict[str, tuple[bool, bool]]:
-    """For each memory format of the input and of the gradient: whether value and gradient are right, and whether
-    they are in the format of the graph. Mixed: each rank has another, as where a part of one channel has both.
+    """For each memory format of input and gradient: whether value and gradient are right, and stored channels last.
+
+    ``mixed``: the format differs between ranks, as it may if a part has one channel.
     """
     grid = Grid.parse(case.grid)
     layout = Layout.parse(case.layout)
     outcome = {}
     plain = value(layout, case.shape, grid, 1)
-    _, go = bound(case, grid, tuple(plain.shape))
-    want = go(plain.requires_grad_(True))
+    _, run_move = bound(case, grid, tuple(plain.shape))
+    want = run_move(plain.requires_grad_(True))
     grad = cotangent(want, case.move.result(layout), grid, 2)
     want.backward(grad)
     assert plain.grad is not None
-    for last in (False, True):
-        _, go = bound(case, grid, tuple(plain.shape), last)
+    for channels_last in (False, True):
+        _, run_move = bound(case, grid, tuple(plain.shape), channels_last)
         for name in (*FORMATS, "mixed"):
-            here = FORMATS[grid.rank % 2] if name == "mixed" else name
-            x = formatted(plain.detach().to(dtype), here).requires_grad_(True)
-            y = go(x)
-            y.backward(formatted(grad.to(dtype), here))
+            local_name = FORMATS[grid.rank % 2] if name == "mixed" else name
+            x = formatted(plain.detach().to(dtype), local_name).requires_grad_(True)
+            y = run_move(x)
+            y.backward(formatted(grad.to(dtype), local_name))
             assert x.grad is not None
             right = torch.equal(y.double(), want) and torch.equal(x.grad.double(), plain.grad) and y.dtype == dtype
-            outcome[f"{name}, {'last' if last else 'first'}"] = (right, y.stride(1) == 1)
+            outcome[f"{name}, {'last' if channels_last else 'first'}"] = (right, y.stride(1) == 1)
     return outcome
 
 
@@ -545,19 +546,19 @@ def check_formats(case: Case, dtype: torch.dtype) -> dict[str, tuple[bool, bool]
 def test_memory_formats_and_dtypes(world: int, dtype: torch.dtype, case: Case) -> None:
     for outcome in run(world, check_formats, case, dtype):
         assert all(right for right, _ in outcome.values()), outcome
-        assert outcome["channels_last, last"][1], "channels_last was lost"
+        assert outcome["channels_last, last"][1], "the result is not channels_last"
 
 
 def slice_then_halo() -> tuple[int, ...]:
-    """The strides of a channels_last input after the moves in front of a first convolution."""
+    """The strides of a channels_last input after the moves before a first convolution."""
     grid = Grid.parse("h2")
     x = numbers((2, 3, 8, 4), 1).to(memory_format=torch.channels_last)
-    y = bound(Case("h2", "N C H W", (2, 3, 8, 4), Slice(("h",), 2)), grid, (2, 3, 8, 4), last=True)[1](x)
+    y = bound(Case("h2", "N C H W", (2, 3, 8, 4), Slice(("h",), 2)), grid, (2, 3, 8, 4), channels_last=True)[1](x)
     case = Case("h2", "N C H/h W", (2, 3, 8, 4), halo(("h",), 2, "a-1:b+1", 8))
-    return bound(case, grid, (2, 3, 4, 4), last=True)[1](y).stride()
+    return bound(case, grid, (2, 3, 4, 4), channels_last=True)[1](y).stride()
 
 
-def test_channels_last_is_kept_from_the_input_on() -> None:
+def test_channels_last_input_stays_channels_last() -> None:
     for stride in run(2, slice_then_halo):
         assert stride == (6 * 4 * 3, 1, 4 * 3, 3)
 
@@ -608,11 +609,11 @@ def test_only_minor_axes_are_gathered() -> None:
         ReduceScatter(("c",), 1).result(Layout.parse("N C"))
 
 
-def test_moves_print_as_they_stand_in_a_graph() -> None:
+def test_moves_print_as_calls_of_the_graph() -> None:
     assert str(AllGather(("c",), 1)) == "all_gather(dim=1, axis='c')"
     assert str(AllGather(("c0", "c1"), 1, "replicated")) == "all_gather(dim=1, axis=('c0', 'c1'), to='replicated')"
     assert str(halo(("h",), 2, "2a-3:2b+2", 7)) == "halo(dim=2, axis='h', lo=3, hi=2, stride=2)"
-    assert str(again(("c0", "c1"), 1, 8, ("c1", "c0"))) == "exchange(dim=1, axis=('c0', 'c1'), split='(c1,c0)')"
+    assert str(repartition(("c0", "c1"), 1, 8, ("c1", "c0"))) == "exchange(dim=1, axis=('c0', 'c1'), split='(c1,c0)')"
     assert str(AllToAll(("h",), 2, 1)) == "all_to_all(gather_dim=2, split_dim=1, axis='h')"
     assert str(Slice(("n",), 0, "varying")) == "slice(dim=0, axis='n', of='varying')"
     assert str(replace(halo(("h",), 2, "a-1:b+1", 7), mode="circular")).endswith("mode='circular')")

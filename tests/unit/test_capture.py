@@ -23,7 +23,7 @@ from distfx.errors import CaptureError, DistfxError
 from distfx.ir import ops
 from distfx.ir.nodes import describe
 from distfx.passes.capture.export import Capture, capture, infer_inputs
-from distfx.runtime.kernels.local import straight
+from distfx.runtime.kernels.straight_through import straight_through
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ class Evaluate(torch.fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is ops.straight:
-            target = straight
+            target = straight_through
         return super().call_function(target, args, kwargs)
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:

@@ -1,1 +1,1 @@
-"""Moves and parameter gradients as autograd functions."""
+"""Autograd functions: moves with their adjoints, and the reduction of parameter gradients."""

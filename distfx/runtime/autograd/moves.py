@@ -1,7 +1,7 @@
-"""Moves as differentiable functions of local tensors, whole or as ``begin`` and ``finish`` with work in between.
+"""Moves as differentiable functions of local tensors, in one step or as ``begin`` and ``finish`` with work in between.
 
-Backward runs the adjoint half. Split in two, the halves mirror each other: ``finish`` starts the adjoint when the
-gradient comes back, ``begin`` waits for it.
+Backward runs the adjoint transfer. For a move in two steps, ``finish`` starts the adjoint when it receives the
+gradient, and ``begin`` waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distfx.runtime.autograd.transfers import start
 from distfx.runtime.comm.failure import CommunicationScope
 from distfx.runtime.comm.transport import Pending
 
-__all__ = ["Refresh", "RunMove", "begin", "finish"]
+__all__ = ["Refresh", "RunMove", "begin", "finish", "is_alias_of_move_input"]
 
 T = TypeVar("T")
 
@@ -35,33 +35,36 @@ class RunMove:
         node: str = "",
         name: str = "",
         path: str | None = None,
-        last: bool = False,
+        channels_last: bool = False,
     ) -> None:
         self.move, self.segment, self.node, self.path = move, segment, node, path
-        self.last = last
-        """Whether images lie channels last."""
+        self.channels_last = channels_last
+        """Whether images are stored channels last."""
         self.__name__ = name or move.name
-        self.during = {
+        self.scopes = {
             phase: CommunicationScope(self.__name__, node, path, segment, phase) for phase in ("forward", "backward")
         }
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _Whole.apply(x, self)
+        return _Move.apply(x, self)
 
-    def start(self, half: Transfer, x: Tensor, phase: str) -> Pending[Tensor]:
-        """Start one half, and enter it into the ledger."""
-        return self.begin(half, phase, x.element_size(), lambda: start(half, x, self.segment, self.last))
+    def start(self, transfer: Transfer, x: Tensor, phase: str) -> Pending[Tensor]:
+        """Start a transfer and record it in the ledger."""
+        return self.begin(
+            transfer, phase, x.element_size(), lambda: start(transfer, x, self.segment, self.channels_last)
+        )
 
-    def begin(self, half: Transfer, phase: str, itemsize: int, action: Callable[[], Pending[T]]) -> Pending[T]:
-        """Start one half by ``action``, and enter it into the ledger."""
+    def begin(self, transfer: Transfer, phase: str, itemsize: int, action: Callable[[], Pending[T]]) -> Pending[T]:
+        """Start a transfer by calling ``action``, and record it in the ledger."""
         if ledger.is_open():
-            ledger.record(self.node, self.__name__, half.axes, phase, half.sent_bytes(itemsize), half.messages)
-        with self.during[phase]:
+            sent = transfer.sent_bytes(itemsize)
+            ledger.record(self.node, self.__name__, transfer.axes, phase, sent, transfer.messages)
+        with self.scopes[phase]:
             return action()
 
     def wait(self, pending: Pending[T], phase: str) -> T:
-        """The result of a half that was started."""
-        with self.during[phase]:
+        """Wait for a transfer that was started. Returns its result."""
+        with self.scopes[phase]:
             return pending.wait()
 
     def __repr__(self) -> str:
@@ -69,29 +72,31 @@ class RunMove:
 
 
 class Refresh:
-    """Gather the slices of a buffer that the ranks of a segment wrote, into each rank's copy of it."""
+    """Gather the slices of a buffer that the ranks of a segment wrote, into each rank's copy of the buffer."""
 
     def __init__(self, gather: BoundMove, segment: Segment, node: str, path: str | None) -> None:
         self.move, self.segment, self.node, self.path = gather, segment, node, path
         self.__name__ = "refresh"
 
     def __call__(self, buffer: Tensor) -> None:
-        half: Transfer = self.move.forward
-        take = self.move.backward
-        sent = half.sent_bytes(buffer.element_size())
-        ledger.record(self.node, self.__name__, half.axes, "forward", sent, half.messages)
-        whole = buffer.data  # not counted as a change: backward may have saved slices, whose values stay
-        part = start(take, whole, self.segment).wait()
+        gather, take_slice = self.move.forward, self.move.backward
+        sent = gather.sent_bytes(buffer.element_size())
+        ledger.record(self.node, self.__name__, gather.axes, "forward", sent, gather.messages)
+        # ``data`` does not count as a change for autograd, which may have saved slices: their values do not change.
+        whole = buffer.data
+        part = start(take_slice, whole, self.segment).wait()
         with CommunicationScope(self.__name__, self.node, self.path, self.segment, "forward"):
-            whole.copy_(start(half, part, self.segment).wait())
+            whole.copy_(start(gather, part, self.segment).wait())
 
 
-class _Whole(torch.autograd.Function):
+class _Move(torch.autograd.Function):
+    """A move in one step."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, run: RunMove) -> Tensor:
         ctx.run = run
         result = run.wait(run.start(run.move.forward, x, "forward"), "forward")
-        return x.detach() if result is x else result  # a view, but one with the very strides
+        return x.detach() if result is x else result  # a view that keeps the strides
 
     @staticmethod
     @once_differentiable
@@ -100,49 +105,59 @@ class _Whole(torch.autograd.Function):
         return run.wait(run.start(run.move.backward, grad, "backward"), "backward"), None
 
 
-class _Token:
-    """What the two parts of a split move have in common: whatever is in flight, forward or backward."""
+def is_alias_of_move_input(tensor: Tensor) -> bool:
+    """Whether a move returned ``tensor`` as a view of its input, because there was nothing to do."""
+    return tensor._is_view() and type(tensor.grad_fn).__name__ == f"{_Move.__name__}Backward"
+
+
+class _TransferSlot:
+    """The transfer in flight between ``begin`` and ``finish`` of one move, forward or backward."""
 
     pending: Pending[Tensor] | None = None
 
     def take(self, run: RunMove, phase: str) -> Tensor:
-        assert self.pending is not None, "a move was finished that was not begun"
+        """Wait for the transfer and empty the slot."""
+        assert self.pending is not None, "finish was called for a move that is not in flight"
         pending, self.pending = self.pending, None
         return run.wait(pending, phase)
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, run: RunMove, token: _Token) -> Tensor:
-        ctx.run, ctx.token = run, token
-        token.pending = run.start(run.move.forward, x, "forward")
+    def forward(ctx: Any, x: Tensor, run: RunMove, slot: _TransferSlot) -> Tensor:
+        ctx.run, ctx.slot = run, slot
+        slot.pending = run.start(run.move.forward, x, "forward")
         return x.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.token.take(ctx.run, "backward"), None, None
+        return ctx.slot.take(ctx.run, "backward"), None, None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, run: RunMove, token: _Token) -> Tensor:
-        ctx.run, ctx.token = run, token
-        return token.take(run, "forward")
+    def forward(ctx: Any, link: Tensor, run: RunMove, slot: _TransferSlot) -> Tensor:
+        ctx.run, ctx.slot = run, slot
+        return slot.take(run, "forward")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.token.pending = ctx.run.start(ctx.run.move.backward, grad, "backward")
+        ctx.slot.pending = ctx.run.start(ctx.run.move.backward, grad, "backward")
         return grad.new_empty(0), None, None
 
 
-def begin(run: RunMove, x: Tensor) -> tuple[Tensor, RunMove, _Token]:
-    """Start a move. What is returned goes to :func:`finish`, once; work done in between overlaps with it."""
-    token = _Token()
-    return _Begin.apply(x, run, token), run, token
+MoveTicket = tuple[Tensor, RunMove, _TransferSlot]
+"""A move in flight. Its empty tensor links ``begin`` to ``finish`` in the autograd graph."""
 
 
-def finish(ticket: tuple[Tensor, RunMove, _Token]) -> Tensor:
-    """The result of a move that was begun."""
+def begin(run: RunMove, x: Tensor) -> MoveTicket:
+    """Start a move. Pass the ticket to :func:`finish` once; work done in between overlaps with the move."""
+    slot = _TransferSlot()
+    return _Begin.apply(x, run, slot), run, slot
+
+
+def finish(ticket: MoveTicket) -> Tensor:
+    """Wait for a move that :func:`begin` started. Returns its result."""
     return _Finish.apply(*ticket)

@@ -1,4 +1,4 @@
-"""Executing the halves of moves: from a local tensor to a communication in flight to its result."""
+"""Execution of transfers: :func:`start` begins one on a local tensor; waiting for it returns the result."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from distfx.runtime.comm.transport import (
     reduce_scatter_even,
     send_receive,
 )
-from distfx.runtime.kernels.formats import empty, memory_order
+from distfx.runtime.kernels.formats import memory_order, new_empty
 
 __all__ = ["pack", "place", "start"]
 
 
 class _InFlight(Pending[Tensor]):
-    """Waits for all works, then runs ``finish``, which gives the result. Holds every buffer until then."""
+    """A transfer whose result is ``finish()`` once all works are done. Keeps the buffers alive until then."""
 
     def __init__(self, works: list[Work], finish: Callable[[], Tensor], buffers: list[Tensor]) -> None:
         self.works, self.finish, self.buffers = works, finish, buffers
@@ -42,41 +42,44 @@ class _InFlight(Pending[Tensor]):
 
 
 @singledispatch
-def start(half: Transfer, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
-    """Start ``half`` on the local tensor ``x``; ``last``: images lie channels last, on all ranks alike."""
-    raise TypeError(f"no way to run {type(half).__name__}")
+def start(transfer: Transfer, x: Tensor, segment: Segment, channels_last: bool = False) -> Pending[Tensor]:
+    """Start ``transfer`` on the local tensor ``x``.
+
+    ``channels_last``: store the result channels last. It must be the same on all ranks.
+    """
+    raise TypeError(f"transfers of type {type(transfer).__name__} cannot be executed")
 
 
 @start.register
-def _(half: Identity, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
+def _(transfer: Identity, x: Tensor, segment: Segment, channels_last: bool = False) -> Pending[Tensor]:
     return Ready(x)
 
 
 @start.register
-def _(half: FirstRankOnly, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
-    return Ready(x if half.keep else torch.zeros_like(x))
+def _(transfer: FirstRankOnly, x: Tensor, segment: Segment, channels_last: bool = False) -> Pending[Tensor]:
+    return Ready(x if transfer.keep else torch.zeros_like(x))
 
 
 @start.register
-def _(half: Narrow, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
-    return Ready(x.narrow(half.dim, half.lo, half.after[half.dim]))
+def _(transfer: Narrow, x: Tensor, segment: Segment, channels_last: bool = False) -> Pending[Tensor]:
+    return Ready(x.narrow(transfer.dim, transfer.lo, transfer.after[transfer.dim]))
 
 
 @start.register
-def _(half: ZeroPad, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
-    result = empty(half.after, x, last).zero_()
-    result.narrow(half.dim, half.lo, half.before[half.dim]).copy_(x)
+def _(transfer: ZeroPad, x: Tensor, segment: Segment, channels_last: bool = False) -> Pending[Tensor]:
+    result = new_empty(transfer.after, x, channels_last).zero_()
+    result.narrow(transfer.dim, transfer.lo, transfer.before[transfer.dim]).copy_(x)
     return Ready(result)
 
 
 @start.register
-def _(half: Reduce, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
-    order, back = memory_order(x.dim(), last)
+def _(transfer: Reduce, x: Tensor, segment: Segment, channels_last: bool = False) -> Pending[Tensor]:
+    order, inverse = memory_order(x.dim(), channels_last)
     result = x.permute(order).clone(memory_format=torch.contiguous_format)
-    return _InFlight([all_reduce(segment, result)], lambda: result.permute(back), [result])
+    return _InFlight([all_reduce(segment, result)], lambda: result.permute(inverse), [result])
 
 
-# -- along one dim
+# -- exchanges along one dim
 
 
 @lru_cache(maxsize=4096)
@@ -86,7 +89,7 @@ def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def pack(x: Tensor, dim: int, message: Message) -> Tensor:
-    """The positions of ``message`` as one contiguous tensor; without a copy where they lie so."""
+    """The positions of ``message`` as one contiguous tensor. Copied only if they are not contiguous already."""
     if message.runs is None:
         assert message.positions is not None
         return x.index_select(dim, _index(message.positions, x.device)).contiguous()
@@ -109,8 +112,8 @@ def place(result: Tensor, dim: int, message: Message, value: Tensor, *, add: boo
         offset += length
 
 
-def _landing(result: Tensor, dim: int, message: Message) -> tuple[Tensor, bool]:
-    """Where a message is received: straight into ``result`` where that is contiguous, else a buffer to be placed."""
+def _receive_buffer(result: Tensor, dim: int, message: Message) -> tuple[Tensor, bool]:
+    """The buffer that receives a message, and whether it is a slice of ``result``. Such a slice must be contiguous."""
     if message.runs is not None and len(message.runs) == 1:
         view = result.narrow(dim, *message.runs[0])
         if view.is_contiguous():
@@ -120,29 +123,32 @@ def _landing(result: Tensor, dim: int, message: Message) -> tuple[Tensor, bool]:
 
 
 @start.register
-def _(half: DimExchange, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
-    if _even_gather(half, segment) and has_native_gather(segment, x):
-        return _native_scatter(half, x, segment, last) if half.adjoint else _native_gather(half, x, segment, last)
-    return _turned(half, x, segment, last) if half.adjoint else _straight(half, x, segment, last)
+def _(transfer: DimExchange, x: Tensor, segment: Segment, channels_last: bool = False) -> Pending[Tensor]:
+    if _is_even_gather(transfer, segment) and has_native_gather(segment, x):
+        run = _start_native_reduce_scatter if transfer.adjoint else _start_native_gather
+    else:
+        run = _start_adjoint_exchange if transfer.adjoint else _start_exchange
+    return run(transfer, x, segment, channels_last)
 
 
-def _straight(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
-    plan, dim = half.schedule, half.dim
-    if (run := plan.local_run) is not None:
+def _start_exchange(transfer: DimExchange, x: Tensor, segment: Segment, channels_last: bool) -> Pending[Tensor]:
+    schedule, dim = transfer.schedule, transfer.dim
+    if (run := schedule.local_run) is not None:
         return Ready(x if run == (0, x.shape[dim]) else x.narrow(dim, *run))
-    result = empty(half.after, x, last)
-    sends = [(peer, pack(x, dim, message)) for peer, message in plan.send] if half.messages else []
-    landings = [(peer, message, *_landing(result, dim, message)) for peer, message in plan.receive]
-    receives = [(peer, buffer) for peer, _, buffer, _ in landings] if result.numel() else []
+    result = new_empty(transfer.after, x, channels_last)
+    sends = [(peer, pack(x, dim, message)) for peer, message in schedule.send] if transfer.messages else []
+    targets = [(peer, message, *_receive_buffer(result, dim, message)) for peer, message in schedule.receive]
+    receives = [(peer, buffer) for peer, _, buffer, _ in targets] if result.numel() else []
     works = send_receive(segment, sends, receives)
-    for source, target in [plan.keep] if plan.keep[0].length else []:
+    if schedule.keep[0].length:
+        source, target = schedule.keep
         value = x.narrow(dim, *source.runs[0]) if source.runs and len(source.runs) == 1 else pack(x, dim, source)
         place(result, dim, target, value, add=False)
-    if plan.fill.length:
-        _fill(result, dim, plan.fill, half.fill)
+    if schedule.fill.length:
+        _fill(result, dim, schedule.fill, transfer.fill)
 
     def finish() -> Tensor:
-        for _, message, buffer, direct in landings:
+        for _, message, buffer, direct in targets:
             if not direct:
                 place(result, dim, message, buffer, add=False)
         return result
@@ -151,7 +157,7 @@ def _straight(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pen
 
 
 def _fill(result: Tensor, dim: int, message: Message, value: float) -> None:
-    if not result.dtype.is_floating_point and math.isinf(value):  # of integers the least and the greatest
+    if not result.dtype.is_floating_point and math.isinf(value):  # the least and greatest integer instead
         limits = torch.iinfo(result.dtype)
         value = limits.min if value < 0 else limits.max
     if message.runs is None:
@@ -162,95 +168,97 @@ def _fill(result: Tensor, dim: int, message: Message, value: float) -> None:
         result.narrow(dim, *run).fill_(value)
 
 
-def _turned(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
-    """The adjoint: what was received goes back and is added where it came from."""
-    plan, dim = half.schedule, half.dim
-    if (run := plan.local_run) is not None:
-        return Ready(x if run == (0, plan.owned) else _padded(half, x, run[0], last))
-    sends = [(peer, pack(x, dim, message)) for peer, message in plan.receive] if half.messages else []
-    shape = (*half.after[:dim], 0, *half.after[dim + 1 :])
+def _start_adjoint_exchange(transfer: DimExchange, x: Tensor, segment: Segment, channels_last: bool) -> Pending[Tensor]:
+    """Send back the gradients of received positions, and add them where the positions came from."""
+    schedule, dim = transfer.schedule, transfer.dim
+    if (run := schedule.local_run) is not None:
+        return Ready(x if run == (0, schedule.owned) else _zero_pad(transfer, x, run[0], channels_last))
+    sends = [(peer, pack(x, dim, message)) for peer, message in schedule.receive] if transfer.messages else []
+    shape = transfer.after
     receives = []
-    for peer, message in plan.send:
+    for peer, message in schedule.send:
         buffer = torch.empty((*shape[:dim], message.length, *shape[dim + 1 :]), dtype=x.dtype, device=x.device)
         receives.append((peer, buffer))
     works = send_receive(segment, sends, receives if not receives or receives[0][1].numel() else [])
-    source, target = plan.keep
-    if source.runs == ((0, plan.owned),) and target.runs is not None and len(target.runs) == 1:
-        result = empty(half.after, x, last).copy_(x.narrow(dim, *target.runs[0]))
+    source, target = schedule.keep
+    if source.runs == ((0, schedule.owned),) and target.runs is not None and len(target.runs) == 1:
+        result = new_empty(transfer.after, x, channels_last).copy_(x.narrow(dim, *target.runs[0]))
     else:
-        result = empty(half.after, x, last).zero_()
+        result = new_empty(transfer.after, x, channels_last).zero_()
         if source.length:
             place(result, dim, source, pack(x, dim, target), add=True)
 
     def finish() -> Tensor:
-        for (_, message), (_, buffer) in zip(plan.send, receives, strict=True):
+        for (_, message), (_, buffer) in zip(schedule.send, receives, strict=True):
             place(result, dim, message, buffer, add=True)
         return result
 
     return _InFlight(works, finish, [x, *(t for _, t in sends)])
 
 
-def _padded(half: DimExchange, x: Tensor, lo: int, last: bool) -> Tensor:
-    result = empty(half.after, x, last).zero_()
-    result.narrow(half.dim, lo, x.shape[half.dim]).copy_(x)
+def _zero_pad(transfer: DimExchange, x: Tensor, lo: int, channels_last: bool) -> Tensor:
+    result = new_empty(transfer.after, x, channels_last).zero_()
+    result.narrow(transfer.dim, lo, x.shape[transfer.dim]).copy_(x)
     return result
 
 
-# -- even gathers on backends that have fast ones
+# -- even gathers on backends with a native one
 
 
-def _even_gather(half: DimExchange, segment: Segment) -> bool:
-    """Whether the members of the segment, who all must answer alike, gather equal parts in order."""
-    return half.schedule.even and list(segment.members) == sorted(segment.members)
+def _is_even_gather(transfer: DimExchange, segment: Segment) -> bool:
+    """Whether equal parts are gathered in rank order. The answer is the same on all members of the segment."""
+    return transfer.schedule.even and list(segment.members) == sorted(segment.members)
 
 
-def _native_gather(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
-    order, back = memory_order(x.dim(), last)
-    part, dim = x.permute(order).contiguous(), order.index(half.dim)
+def _start_native_gather(transfer: DimExchange, x: Tensor, segment: Segment, channels_last: bool) -> Pending[Tensor]:
+    order, inverse = memory_order(x.dim(), channels_last)
+    part, dim = x.permute(order).contiguous(), order.index(transfer.dim)
     gathered = torch.empty((segment.size, *part.shape), dtype=x.dtype, device=x.device)
     work = all_gather_even(segment, gathered, part)
 
     def finish() -> Tensor:
-        return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous().permute(back)
+        return gathered.movedim(0, dim).flatten(dim, dim + 1).contiguous().permute(inverse)
 
     return _InFlight([work], finish, [part, gathered])
 
 
-def _native_scatter(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
-    order, back = memory_order(x.dim(), last)
-    dim = order.index(half.dim)
-    parts = x.permute(order).unflatten(dim, (segment.size, half.schedule.owned)).movedim(dim, 0).contiguous()
+def _start_native_reduce_scatter(
+    transfer: DimExchange, x: Tensor, segment: Segment, channels_last: bool
+) -> Pending[Tensor]:
+    order, inverse = memory_order(x.dim(), channels_last)
+    dim = order.index(transfer.dim)
+    parts = x.permute(order).unflatten(dim, (segment.size, transfer.schedule.owned)).movedim(dim, 0).contiguous()
     result = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
     work = reduce_scatter_even(segment, result, parts)
-    return _InFlight([work], lambda: result.permute(back), [parts, result])
+    return _InFlight([work], lambda: result.permute(inverse), [parts, result])
 
 
-# -- between two dims
+# -- all-to-all between two dims
 
 
 @start.register
-def _(half: Transpose, x: Tensor, segment: Segment, last: bool = False) -> Pending[Tensor]:
-    result = empty(half.after, x, last)
-    sends, receives, places = [], [], []
+def _(transfer: Transpose, x: Tensor, segment: Segment, channels_last: bool = False) -> Pending[Tensor]:
+    result = new_empty(transfer.after, x, channels_last)
+    sends, receives, copies = [], [], []
     for peer in range(segment.size):
-        lo, hi = half.split_cuts[peer]
-        block = x.narrow(half.split_dim, lo, hi - lo)
-        begin, end = half.gather_cuts[peer]
-        place = result.narrow(half.gather_dim, begin, end - begin)
-        if peer == half.me:
-            place.copy_(block)
+        lo, hi = transfer.split_cuts[peer]
+        block = x.narrow(transfer.split_dim, lo, hi - lo)
+        begin, end = transfer.gather_cuts[peer]
+        target = result.narrow(transfer.gather_dim, begin, end - begin)
+        if peer == transfer.me:
+            target.copy_(block)
             continue
         if block.numel():
             sends.append((peer, block.contiguous()))
-        if place.numel():
-            buffer = torch.empty(place.shape, dtype=x.dtype, device=x.device)
+        if target.numel():
+            buffer = torch.empty(target.shape, dtype=x.dtype, device=x.device)
             receives.append((peer, buffer))
-            places.append((place, buffer))
+            copies.append((target, buffer))
     works = send_receive(segment, sends, receives)
 
     def finish() -> Tensor:
-        for place, buffer in places:
-            place.copy_(buffer)
+        for target, buffer in copies:
+            target.copy_(buffer)
         return result
 
     return _InFlight(works, finish, [x, result, *(t for _, t in sends)])

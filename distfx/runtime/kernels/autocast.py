@@ -1,4 +1,4 @@
-"""Autocast for convolutions and products that are called by other names than those it knows, or not at all."""
+"""Autocast for kernels: on CPUs it knows ``conv2d`` and the like, but not the operators that those call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["WithoutAutocast", "autocast_dtype", "autocast_operands"]
 
 
 class WithoutAutocast:
-    """A call that the model makes ``with torch.autocast(enabled=False)``, whatever the caller of the model does."""
+    """A call that the model makes inside ``torch.autocast(enabled=False)``. It ignores the caller's autocast."""
 
     def __init__(self, target: Callable[..., Any]) -> None:
         self.target = target
@@ -28,14 +28,14 @@ class WithoutAutocast:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which autocast, if it is on, lets a convolution or product of ``x`` be computed."""
+    """The dtype in which a convolution or product of ``x`` is computed: autocast's if enabled, else that of ``x``."""
     device = x.device.type
     eligible = x.is_floating_point() and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if eligible and torch.is_autocast_enabled(device) else x.dtype
 
 
 def autocast_operands(x: Tensor, *others: Tensor | None) -> list[Any]:
-    """Operands of a convolution as autocast casts them; as they are where it is off."""
+    """The operands of a convolution, cast as autocast would; unchanged if it is disabled."""
     tensors = (x, *others)
     if not torch.is_autocast_enabled(x.device.type):
         return list(tensors)

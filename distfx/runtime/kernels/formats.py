@@ -1,61 +1,51 @@
-"""Memory formats: whether images lie channels last.
+"""Memory formats: whether images are stored channels last.
 
-That is a matter of the graph, the same on all ranks, and not of the strides that a rank happens to have: a part with
-one channel has both formats, and sums whose order in memory differs between ranks would be of other elements.
+The graph decides this for all ranks. The strides of a local tensor cannot: a part with one channel is in both formats.
+If ranks stored a tensor in different orders, an allreduce of its memory would add different elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "any_channels_last",
-    "empty",
-    "is_channels_last",
-    "local_parts",
-    "memory_order",
-    "to_memory_format",
-]
+__all__ = ["any_channels_last", "is_channels_last", "memory_order", "new_empty", "to_memory_format"]
 
-aten = torch.ops.aten
-
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """By its strides: a part of a channels_last tensor is not dense. Not of one channel, which may be either."""
-    return x.layout is torch.strided and x.dim() in _LAST and x.shape[1] > 1 and x.stride(1) == 1 and x.stride(-1) > 1
+    """Whether ``x`` is stored channels last. False for one channel, which is in both formats.
+
+    Decided by the strides, because a slice of a channels-last tensor is not dense.
+    """
+    if x.layout is not torch.strided or x.dim() not in _CHANNELS_LAST:
+        return False
+    return x.shape[1] > 1 and x.stride(1) == 1 and x.stride(-1) > 1
 
 
 def any_channels_last(tensors: Iterable[Tensor]) -> bool:
     return any(is_channels_last(tensor) for tensor in tensors)
 
 
-def local_parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """This rank's part of each."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+def _format(rank: int, channels_last: bool) -> torch.memory_format:
+    return _CHANNELS_LAST[rank] if channels_last and rank in _CHANNELS_LAST else torch.contiguous_format
 
 
-def _format(rank: int, last: bool) -> torch.memory_format:
-    return _LAST[rank] if last and rank in _LAST else torch.contiguous_format
-
-
-def memory_order(rank: int, last: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dims of a tensor in the order in which they lie in memory, and the way back from it."""
+def memory_order(rank: int, channels_last: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dims of a tensor in the order in which they are stored, and the inverse permutation."""
     dims = tuple(range(rank))
-    return ((0, *dims[2:], 1), (0, dims[-1], *dims[1:-1])) if last and rank in _LAST else (dims, dims)
+    return ((0, *dims[2:], 1), (0, dims[-1], *dims[1:-1])) if channels_last and rank in _CHANNELS_LAST else (dims, dims)
 
 
-def empty(shape: Sequence[int], like: Tensor, last: bool, device: torch.device | None = None) -> Tensor:
-    """An uninitialised tensor of ``shape``, of the dtype of ``like``."""
-    memory_format = _format(len(shape), last)
+def new_empty(shape: Sequence[int], like: Tensor, channels_last: bool, device: torch.device | None = None) -> Tensor:
+    """An uninitialised tensor of ``shape`` with the dtype, and unless given the device, of ``like``."""
+    memory_format = _format(len(shape), channels_last)
     return torch.empty(tuple(shape), dtype=like.dtype, device=device or like.device, memory_format=memory_format)
 
 
 def to_memory_format(x: Tensor, channels_last: bool) -> Tensor:
-    """``x`` without gaps, channels last or first: itself where it lies so."""
+    """``x`` stored densely, channels last or first. Copied only if it is not already."""
     return x.contiguous(memory_format=_format(x.dim(), channels_last))

@@ -1,116 +1,40 @@
-"""A convolution together with the halo exchange before it: the inside is computed while the halo travels.
+"""A convolution together with its halo exchange: the interior is computed while the halo is in flight.
 
-A convolution is linear. On its own block, padded with zeros to where the halo will be, it gives every output but for
-what the halo adds to the outermost ones; that is a convolution of the halo's few rows with the taps that reach them.
-So the block is never copied into a larger one and is saved for backward as it is, and nothing waits for a message
-while there is work. Going back, the gradients of the halo are computed first and travel during the rest.
+Convolution is linear. The convolution of a rank's own block, padded with zeros in place of the halo, is the result
+except for the outputs near the edges. These also need the convolution of the received rows with the taps that reach
+them (:mod:`distfx.runtime.kernels.halo_strips`). So the block is not copied into a larger tensor, autograd saves it as
+it is, and no rank waits for a message while there is work to do. Backward computes the gradients of the received rows
+first, and sends them while it computes the rest.
 
-Where a rank's window does not lie evenly around its block (some strides, padding that repeats its own rows, empty
-parts), the halo is assembled and convolved as the graph says. The order of messages is the same either way.
+Where the result cannot be split in this way, the halo is assembled before the convolution. The order of messages is the
+same in both cases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distfx.ir.exchange import ExchangeSchedule, Message
+from distfx.ir.exchange import Message
 from distfx.ir.moves import DimExchange
 from distfx.runtime.autograd.moves import RunMove
 from distfx.runtime.autograd.transfers import pack, place
 from distfx.runtime.comm.transport import Pending, Work, send_receive
 from distfx.runtime.kernels.autocast import autocast_operands
 from distfx.runtime.kernels.formats import to_memory_format
+from distfx.runtime.kernels.halo_strips import HaloStrip, split_halo
 
 __all__ = ["HaloConvolution"]
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Part:
-    """Rows of a message, by its number in the schedule and their offset in it, and where in a strip they lie."""
-
-    message: int
-    offset: int
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Strip:
-    """Rows that come from others, on one side of the block, and what they take part in.
-
-    ``rows`` of the window are zero but for what is received; the taps ``[tap, tap + taps)`` bring them to the outputs
-    ``[out, out + outs)``.
-    """
-
-    rows: int
-    tap: int
-    taps: int
-    out: int
-    outs: int
-    parts: tuple[Part, ...]
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _strip(
-    lo: int, hi: int, outputs: int, taps: int, stride: int, dilation: int, plan: ExchangeSchedule
-) -> Strip | None:
-    """The strip for the received rows that lie in ``[lo, hi)`` of the window."""
-    parts = []
-    for number, (_, message) in enumerate(plan.receive):
-        offset = 0
-        for start, length in message.runs or ():
-            if lo <= start < hi:
-                parts.append(Part(number, offset, start, length))
-            offset += length
-    if not parts:
-        return None
-    first, last = min(part.start for part in parts), max(part.start + part.length for part in parts) - 1
-    out = max(0, _ceil(first - dilation * (taps - 1), stride))
-    outs = min(outputs - 1, last // stride) + 1 - out
-    if outs <= 0:
-        return None
-    tap = max(0, _ceil(first - stride * (out + outs - 1), dilation))
-    end = min(taps - 1, (last - stride * out) // dilation)
-    begin = stride * out + dilation * tap
-    rows = stride * (outs - 1) + dilation * (end - tap) + 1
-    parts = [replace(part, start=part.start - begin) for part in parts]
-    if any(part.start < 0 or part.start + part.length > rows for part in parts):
-        return None  # rows that no tap reads
-    return Strip(rows, tap, end - tap + 1, out, outs, tuple(parts))
-
-
-def _strips(half: DimExchange, taps: int, stride: int, dilation: int) -> tuple[int, tuple[Strip, ...]] | None:
-    """The padding that puts the block's own convolution in its place, and the strips; ``None`` if there is none."""
-    plan, reach = half.schedule, dilation * (taps - 1)
-    source, target = plan.keep
-    if half.fill or not plan.owned or source.runs != ((0, plan.owned),):
-        return None
-    if target.runs is None or len(target.runs) != 1 or any(message.runs is None for _, message in plan.receive):
-        return None
-    before = target.runs[0][0]
-    outputs = (plan.length - reach - 1) // stride + 1
-    if outputs < 1 or before > reach or (plan.owned + 2 * before - reach - 1) // stride + 1 != outputs:
-        return None
-    sides = ((0, before), (before + plan.owned, plan.length))
-    found = [_strip(lo, hi, outputs, taps, stride, dilation, plan) for lo, hi in sides]
-    strips = tuple(strip for strip in found if strip is not None)
-    placed = sum(part.length for strip in strips for part in strip.parts)
-    return (before, strips) if placed == plan.returned else None
-
-
 class HaloConvolution:
-    """The kernel of a convolution whose input comes by a halo exchange."""
+    """The kernel of a convolution whose input needs a halo exchange."""
 
     def __init__(
         self,
@@ -120,21 +44,23 @@ class HaloConvolution:
         padding: Sequence[int],
         dilation: Sequence[int],
         groups: int,
-        empty: tuple[int, ...] | None,
+        empty_shape: tuple[int, ...] | None,
     ) -> None:
-        half = run.move.forward
-        assert isinstance(half, DimExchange)
-        self.run, self.half = run, half
+        exchange = run.move.forward
+        assert isinstance(exchange, DimExchange)
+        self.run, self.exchange = run, exchange
         self.stride, self.padding, self.dilation, self.groups = list(stride), list(padding), list(dilation), groups
-        self.empty = empty
-        """The result's shape, if there is nothing to compute here."""
+        self.empty_shape = empty_shape
+        """The shape of the result if this rank has nothing to compute."""
         self.__name__ = "halo_convolution"
-        at = half.dim - 2
-        found = None if empty is not None else _strips(half, taps[at], stride[at], dilation[at])
-        self.strips: tuple[Strip, ...] | None = None
-        self.around = list(padding)
-        if found is not None:
-            self.around[at], self.strips = found
+        dim = exchange.dim - 2
+        split = None if empty_shape is not None else split_halo(exchange, taps[dim], stride[dim], dilation[dim])
+        self.strips: tuple[HaloStrip, ...] | None = None
+        """The strips of received rows; ``None`` if the halo is assembled."""
+        self.block_padding, self.strip_padding = list(padding), list(padding)
+        self.strip_padding[dim] = 0
+        if split is not None:
+            self.block_padding[dim], self.strips = split.padding, split.strips
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         result: Tensor = _HaloConvolution.apply(*autocast_operands(x, weight, bias), self)
@@ -148,22 +74,18 @@ class HaloConvolution:
         )  # fmt: skip
 
     def gradients(
-        self, grad: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], wanted: Sequence[bool]
+        self, grad: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], mask: Sequence[bool]
     ) -> tuple[Any, Any, Any]:
-        """Of input, weight and bias."""
-        sizes = [weight.shape[0]] if wanted[2] else None
+        """The gradients of input, weight and bias: those that ``mask`` selects, ``None`` for the others."""
+        sizes = [weight.shape[0]] if mask[2] else None
         return aten.convolution_backward(
             grad, x, weight, sizes, self.stride, list(padding), self.dilation, False, [0] * len(padding), self.groups,
-            list(wanted),
+            list(mask),
         )  # fmt: skip
 
-    def thin(self) -> list[int]:
-        """The padding of a strip: none along it."""
-        return [0 if 2 + i == self.half.dim else p for i, p in enumerate(self.padding)]
 
-
-class _Edges(Pending[list[Tensor]]):
-    """The messages of a halo in flight, in buffers of their own."""
+class _RowsInFlight(Pending[list[Tensor]]):
+    """The messages of a halo exchange. The result is the list of received messages."""
 
     def __init__(self, works: list[Work], sent: list[Tensor], received: list[Tensor]) -> None:
         self.works, self.sent, self.received = works, sent, received
@@ -178,24 +100,26 @@ class _Edges(Pending[list[Tensor]]):
 class _HaloConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, conv: HaloConvolution) -> Tensor:
-        ctx.conv, ctx.bias = conv, bias is not None
-        half, run, dim = conv.half, conv.run, conv.half.dim
+        ctx.conv, ctx.has_bias = conv, bias is not None
+        exchange, run, dim = conv.exchange, conv.run, conv.exchange.dim
         if conv.strips is None:
-            whole = run.wait(run.start(half, x, "forward"), "forward")
-            ctx.save_for_backward(whole, weight)
-            if conv.empty is not None:
-                return x.new_zeros(conv.empty)
-            return conv.convolve(whole, weight, bias, conv.padding)
-        plan = half.schedule
-        x = to_memory_format(x, run.last)  # a slice of an input: copied once, not by each kernel
-        flight = run.begin(half, "forward", x.element_size(), lambda: _edges(run, x, dim, plan.send, plan.receive))
-        result = conv.convolve(x, weight, bias, conv.around)
-        received = run.wait(flight, "forward")
-        strips = [_assembled(strip, x, dim, received) for strip in conv.strips]
-        for strip, rows in zip(conv.strips, strips, strict=True):
-            added = conv.convolve(rows, weight.narrow(dim, strip.tap, strip.taps), None, conv.thin())
-            result.narrow(dim, strip.out, strip.outs).add_(added)
-        ctx.save_for_backward(x, weight, *strips)
+            window = run.wait(run.start(exchange, x, "forward"), "forward")
+            ctx.save_for_backward(window, weight)
+            if conv.empty_shape is not None:
+                return x.new_zeros(conv.empty_shape)
+            return conv.convolve(window, weight, bias, conv.padding)
+        schedule = exchange.schedule
+        x = to_memory_format(x, run.channels_last)  # copy a slice once, not in each kernel
+        pending = run.begin(
+            exchange, "forward", x.element_size(), lambda: _start_rows(run, x, dim, schedule.send, schedule.receive)
+        )
+        result = conv.convolve(x, weight, bias, conv.block_padding)
+        received = run.wait(pending, "forward")
+        strip_rows = [_assemble(strip, x, dim, received) for strip in conv.strips]
+        for strip, rows in zip(conv.strips, strip_rows, strict=True):
+            summand = conv.convolve(rows, weight.narrow(dim, strip.tap, strip.taps), None, conv.strip_padding)
+            result.narrow(dim, strip.out, strip.outs).add_(summand)
+        ctx.save_for_backward(x, weight, *strip_rows)
         return result
 
     @staticmethod
@@ -203,57 +127,62 @@ class _HaloConvolution(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         conv: HaloConvolution = ctx.conv
         need_x, need_weight, need_bias = (bool(need) for need in ctx.needs_input_grad[:3])
-        wanted = (need_x, need_weight, need_bias and ctx.bias)
+        mask = (need_x, need_weight, need_bias and ctx.has_bias)
         if conv.strips is None:
-            return _backward_assembled(conv, wanted, grad, *ctx.saved_tensors)
-        x, weight, *strips = ctx.saved_tensors
-        run, dim, plan = conv.run, conv.half.dim, conv.half.schedule
-        parts: list[Tensor | None] = []
-        returned: list[list[Tensor]] = [[] for _ in plan.receive]
-        for strip, rows in zip(conv.strips, strips, strict=True):
+            return _backward_of_window(conv, mask, grad, *ctx.saved_tensors)
+        x, weight, *strip_rows = ctx.saved_tensors
+        run, dim, schedule = conv.run, conv.exchange.dim, conv.exchange.schedule
+        dtaps_of_strips: list[Tensor | None] = []
+        drows_of_messages: list[list[Tensor]] = [[] for _ in schedule.receive]
+        for strip, rows in zip(conv.strips, strip_rows, strict=True):
             taps = weight.narrow(dim, strip.tap, strip.taps)
-            outer = grad.narrow(dim, strip.out, strip.outs)
-            drows, dtaps, _ = conv.gradients(outer, rows, taps, conv.thin(), (need_x, need_weight, False))
-            parts.append(dtaps)
-            for part in strip.parts if drows is not None else ():
-                returned[part.message].append(drows.narrow(dim, part.start, part.length))
-        flight: Pending[list[Tensor]] | None = None
+            edge = grad.narrow(dim, strip.out, strip.outs)
+            drows, dtaps, _ = conv.gradients(edge, rows, taps, conv.strip_padding, (need_x, need_weight, False))
+            dtaps_of_strips.append(dtaps)
+            for source in strip.sources if drows is not None else ():
+                drows_of_messages[source.message].append(drows.narrow(dim, source.start, source.length))
+        pending: Pending[list[Tensor]] | None = None
         if need_x:
-            sends = [torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].contiguous() for pieces in returned]
-            back, size = run.move.backward, grad.element_size()
-            flight = run.begin(back, "backward", size, lambda: _edges(run, x, dim, plan.receive, plan.send, sends))
-        dx, dw, db = conv.gradients(grad, x, weight, conv.around, wanted)
-        for strip, dtaps in zip(conv.strips, parts, strict=True):
+            sends = [torch.cat(rows, dim) if len(rows) > 1 else rows[0].contiguous() for rows in drows_of_messages]
+            pending = run.begin(
+                run.move.backward,
+                "backward",
+                grad.element_size(),
+                lambda: _start_rows(run, x, dim, schedule.receive, schedule.send, sends),
+            )
+        dx, dw, db = conv.gradients(grad, x, weight, conv.block_padding, mask)
+        for strip, dtaps in zip(conv.strips, dtaps_of_strips, strict=True):
             if dw is not None and dtaps is not None:
                 dw.narrow(dim, strip.tap, strip.taps).add_(dtaps)
-        if flight is not None:
-            received = run.wait(flight, "backward")
-            for (_, message), rows in zip(plan.send, received, strict=True):
+        if pending is not None:
+            received = run.wait(pending, "backward")
+            for (_, message), rows in zip(schedule.send, received, strict=True):
                 place(dx, dim, message, rows, add=True)
         return dx, dw, db, None
 
 
-def _backward_assembled(
-    conv: HaloConvolution, wanted: tuple[bool, bool, bool], grad: Tensor, whole: Tensor, weight: Tensor
+def _backward_of_window(
+    conv: HaloConvolution, mask: tuple[bool, bool, bool], grad: Tensor, window: Tensor, weight: Tensor
 ) -> tuple[Tensor | None, ...]:
-    if conv.empty is None:
-        dx, dw, db = conv.gradients(grad, whole, weight, conv.padding, wanted)
+    """Backward of a convolution whose halo was assembled."""
+    if conv.empty_shape is None:
+        dx, dw, db = conv.gradients(grad, window, weight, conv.padding, mask)
     else:
-        dx, dw = torch.zeros_like(whole), torch.zeros_like(weight)
-        db = weight.new_zeros(conv.empty[1]) if wanted[2] else None
+        dx, dw = torch.zeros_like(window), torch.zeros_like(weight)
+        db = weight.new_zeros(conv.empty_shape[1]) if mask[2] else None
     run = conv.run
-    return (run.wait(run.start(run.move.backward, dx, "backward"), "backward") if wanted[0] else None), dw, db, None
+    return (run.wait(run.start(run.move.backward, dx, "backward"), "backward") if mask[0] else None), dw, db, None
 
 
-def _edges(
+def _start_rows(
     run: RunMove,
     x: Tensor,
     dim: int,
     send: Sequence[tuple[int, Message]],
     receive: Sequence[tuple[int, Message]],
     values: Sequence[Tensor] | None = None,
-) -> _Edges:
-    """Start sending the rows of ``send``, taken from ``x`` or given as ``values``, and receiving ``receive``'s."""
+) -> _RowsInFlight:
+    """Start sending ``values``, by default the rows ``send`` of ``x``, and receiving the rows ``receive``."""
     sent = [pack(x, dim, message) for _, message in send] if values is None else list(values)
     shape = list(x.shape)
     buffers = [
@@ -265,16 +194,16 @@ def _edges(
         [(peer, value) for (peer, _), value in zip(send, sent, strict=True)],
         [(peer, buffer) for (peer, _), buffer in zip(receive, buffers, strict=True)],
     )
-    return _Edges(works, sent, buffers)
+    return _RowsInFlight(works, sent, buffers)
 
 
-def _assembled(strip: Strip, x: Tensor, dim: int, received: Sequence[Tensor]) -> Tensor:
-    """The rows of a strip: a message as it came, or zeros with the received rows in their places."""
-    part = strip.parts[0]
-    if len(strip.parts) == 1 and strip.rows == part.length == received[part.message].shape[dim]:
-        return received[part.message]
+def _assemble(strip: HaloStrip, x: Tensor, dim: int, received: Sequence[Tensor]) -> Tensor:
+    """The rows of a strip: a received message itself, or zeros with the received rows copied into them."""
+    source = strip.sources[0]
+    if len(strip.sources) == 1 and strip.rows == source.length == received[source.message].shape[dim]:
+        return received[source.message]
     rows = x.new_zeros((*x.shape[:dim], strip.rows, *x.shape[dim + 1 :]))
-    for part in strip.parts:
-        source = received[part.message].narrow(dim, part.offset, part.length)
-        rows.narrow(dim, part.start, part.length).copy_(source)
+    for source in strip.sources:
+        part = received[source.message].narrow(dim, source.offset, source.length)
+        rows.narrow(dim, source.start, source.length).copy_(part)
     return rows

@@ -1,11 +1,6 @@
-"""Results that overwrite an operand: what a model's ``inplace=True`` and ``+=`` mean, which capture made copies of.
+"""Kernels that write their result over an operand, and in backward the gradient over that of the result.
 
-An activation or a sum may be written over an operand that is a tensor of its own, read by nothing else, and not kept
-by the call that made it. For some activations autograd then keeps the result, which the next layer keeps anyway,
-instead of the operand besides: a third of all that layers of convolution, norm and leaky ReLU keep for backward.
-
-Likewise, going back, the gradient of a large activation is written over that of its result, where the one call that
-reads the result made a new tensor for that.
+:mod:`distfx.passes.reuse` decides where this is safe, and explains how much memory it saves.
 """
 
 from __future__ import annotations
@@ -31,22 +26,22 @@ _GRADIENTS: dict[Any, Callable[..., Tensor]] = {
         grad, alpha, scale, input_scale, True, y, grad_input=grad
     ),
 }
-"""Their gradients, from that of the result, which is overwritten, and the result."""
+"""The gradient of each activation, from the gradient of its result, which is overwritten, and the result."""
 
 
 class InPlaceActivation:
-    """An activation that is written over its operand, and whose gradient is written over that of its result."""
+    """An activation that overwrites its operand. Its backward overwrites the gradient of the result."""
 
     def __init__(self, target: Callable[..., Tensor]) -> None:
         self.target, self.gradient = target, _GRADIENTS[target]
         self.__name__ = str(target)
 
     def __call__(self, x: Tensor, *slopes: float) -> Tensor:
-        result: Tensor = _Overwriting.apply(x, self, slopes)
+        result: Tensor = _InPlaceActivation.apply(x, self, slopes)
         return result
 
 
-class _Overwriting(torch.autograd.Function):
+class _InPlaceActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: InPlaceActivation, slopes: tuple[float, ...]) -> Tensor:
         ctx.activation, ctx.slopes = activation, slopes
@@ -63,7 +58,7 @@ class _Overwriting(torch.autograd.Function):
 
 
 class KeepFirstDtype:
-    """A call that the model makes in place: its result has the first operand's dtype, whatever the others are."""
+    """A call that the model makes in place, so its result has the dtype of the first operand."""
 
     def __init__(self, target: Callable[..., Tensor]) -> None:
         self.target = target
@@ -74,7 +69,7 @@ class KeepFirstDtype:
 
 
 def add_into(result: Tensor, other: Any, **kwargs: Any) -> Tensor:
-    """The sum, written over ``result`` unless it has another dtype (as autocast may have made it)."""
+    """The sum, written over ``result`` unless the dtypes differ, as they may under autocast."""
     if isinstance(other, Tensor) and other.dtype != result.dtype:
         return torch.add(result, other, **kwargs)
     return result.add_(other, **kwargs)

@@ -1,4 +1,4 @@
-"""Group, layer, instance and RMS norm over split dims: one kernel, with the statistics of the whole tensor."""
+"""Group, layer, instance and RMS norm over split dims, with the statistics of the whole tensor."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distfx.grid import Segment
-from distfx.runtime.kernels.local import Statistics
+from distfx.runtime.kernels.collective import SegmentKernel
 
 __all__ = ["Norm"]
 
 
-class Norm(Statistics):
-    """Standardise over ``dims``, and over the channels of a group where ``groups`` are given; then scale and shift.
+class Norm(SegmentKernel):
+    """Standardise over ``dims``, and over the channels of each group if there are ``groups``; then scale and shift.
 
-    Sums are made in float32 or better: first the mean, over all ranks, then the squared deviations about it; without
-    ``centre`` there is no mean (an RMS norm).
+    Sums are computed in float32 or better: first the mean over all ranks, then the squared deviations from it. An RMS
+    norm does not subtract the mean: ``centre=False``. ``group`` is the number of channels of a group, ``start`` the
+    first channel of this rank. ``trailing``: weight and bias belong to the last dims, not to dim 1.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class Norm(Statistics):
         trailing: bool = False,
         centre: bool = True,
     ) -> None:
-        super().__init__("norm", segment, node, eps, count)
+        super().__init__("norm", segment, node)
+        self.eps, self.count = eps, count
         self.dims, self.group, self.groups, self.start, self.trailing = dims, group, groups, start, trailing
         self.centre = centre
 
@@ -47,15 +49,15 @@ class Norm(Statistics):
         return result if bias is None else result + (bias if self.trailing else bias.view(shape))
 
     def fold(self, x: Tensor) -> Tensor:
-        """The sum over ``dims`` (kept as ones), and over the channels of each group."""
-        sums = x.sum(self.dims, keepdim=True) if self.dims else x  # of no dims, torch sums over all
+        """The sum over ``dims``, which are kept with size one, and over the channels of each group."""
+        sums = x.sum(self.dims, keepdim=True) if self.dims else x  # torch sums over all dims if the list is empty
         if not self.groups:
             return sums
         folded = sums.new_zeros((sums.shape[0], self.groups, *sums.shape[2:]))
         return folded.index_add_(1, self._group_of(x), sums)
 
     def unfold(self, statistic: Tensor, x: Tensor) -> Tensor:
-        """A statistic for each group as one for each channel."""
+        """A statistic of each group, repeated for each channel."""
         return statistic.index_select(1, self._group_of(x)) if self.groups else statistic
 
     def _group_of(self, x: Tensor) -> Tensor:
@@ -90,5 +92,5 @@ class _Standardise(torch.autograd.Function):
             return ((grad - result * norm.unfold(second, result)) * scale).to(ctx.dtype), None
         sums = torch.stack([norm.fold(grad), norm.fold(grad * result)])
         first, second = norm.sum(sums, "backward").div_(norm.count)
-        about = result * norm.unfold(second, result) + norm.unfold(first, result)
-        return ((grad - about) * scale).to(ctx.dtype), None
+        correction = result * norm.unfold(second, result) + norm.unfold(first, result)
+        return ((grad - correction) * scale).to(ctx.dtype), None

@@ -1,4 +1,4 @@
-"""Pooling kernels beyond ATen's: windows that vary by position, and positions in the whole."""
+"""Pooling on blocks: averages over windows of different sizes, adaptive pooling, and global indices of maxima."""
 
 from __future__ import annotations
 
@@ -7,20 +7,56 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from distfx.runtime.kernels.local import ZeroResult
+from distfx.runtime.kernels.empty import ZeroResult
 
-__all__ = ["adaptive_pool", "max_pool_index"]
+__all__ = ["adaptive_pool", "avg_pool", "max_pool_index"]
+
+
+def avg_pool(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    include_padding: bool,
+    *,
+    split: Sequence[bool],
+    start: Sequence[int],
+    size: Sequence[int],
+    extent: Sequence[int],
+) -> Tensor:
+    """The block ``[start, start + size)`` of an average pooling whose windows have different numbers of elements.
+
+    The sum of each window is divided by the window's count in the whole input of ``extent``, with its padding if
+    ``include_padding``.
+    """
+    if x.numel() == 0 or min(size) == 0:
+        return ZeroResult((*x.shape[:2], *size))(x)
+    rank = len(size)
+    widths: list[int] = []
+    wide = torch.promote_types(x.dtype, torch.float32)  # half precision cannot represent all counts
+    scale = torch.ones((1,) * (rank), dtype=wide, device=x.device)
+    for i in range(rank):
+        k, s, p = kernel[i], stride[i], padding[i]
+        widths = ([0, 0] if split[i] else [p, (size[i] - 1) * s + k - p - x.shape[2 + i]]) + widths
+        low = (torch.arange(start[i], start[i] + size[i], device=x.device)) * s - p
+        high = (low + k).clamp(max=extent[i] + p)
+        count = high - low if include_padding else high.clamp(max=extent[i]) - low.clamp(min=0)
+        scale = scale * (k / count.to(wide)).view(-1, *(1,) * (rank - 1 - i))
+    pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[rank - 1]
+    return pool(F.pad(x, widths), tuple(kernel), tuple(stride)) * scale.to(x.dtype)
 
 
 def adaptive_pool(
     x: Tensor, *, kind: str, extent: Sequence[int], result: Sequence[int], start: Sequence[int], size: Sequence[int]
 ) -> Tensor:
-    """The block of an adaptive pooling's output that starts at ``start``: ``avg``, ``max``, or the ``index`` of it.
+    """The block ``[start, start + size)`` of an adaptive pooling. ``kind``: ``avg``, ``max``, or ``index`` of the max.
 
-    Output o pools the inputs ``[floor(o E / R), ceil((o+1) E / R))`` of a dim of extent E, R of whose results there
-    are; the first input here is the first that the block needs. One dim after another: a window is a box.
+    Along a dim of E inputs (``extent``) and R outputs (``result``), output o pools the inputs
+    ``[floor(o E / R), ceil((o+1) E / R))``. ``x`` starts at the first input of the block. Windows are boxes, so the
+    dims are pooled one after another.
     """
     rank = len(size)
     lead = x.shape[: x.dim() - rank]
@@ -34,30 +70,30 @@ def adaptive_pool(
         out = torch.arange(start[i], start[i] + size[i] + 1, device=x.device)
         low = out[:-1] * extent[i] // result[i]
         high = (out[1:] * extent[i] + result[i] - 1) // result[i]
-        taps = low[:, None] + torch.arange(_widest(start[i], size[i], extent[i], result[i]), device=x.device)
+        taps = low[:, None] + torch.arange(_widest_window(start[i], size[i], extent[i], result[i]), device=x.device)
         inside = taps < high[:, None]
-        taken = (torch.minimum(taps, high[:, None] - 1) - start[i] * extent[i] // result[i]).flatten()
+        sources = (torch.minimum(taps, high[:, None] - 1) - start[i] * extent[i] // result[i]).flatten()
 
-        def windows(value: Tensor, dim: int = dim, taken: Tensor = taken, shape: torch.Size = taps.shape) -> Tensor:
-            return value.index_select(dim, taken).unflatten(dim, tuple(shape))
+        def windows(value: Tensor, dim: int = dim, sources: Tensor = sources, shape: torch.Size = taps.shape) -> Tensor:
+            return value.index_select(dim, sources).unflatten(dim, tuple(shape))
 
         if kind == "avg":
-            wide = torch.promote_types(x.dtype, torch.float32)  # in half precision 257 is none
+            wide = torch.promote_types(x.dtype, torch.float32)  # half precision cannot represent all counts
             weight = (inside / (high - low).to(wide)[:, None]).to(x.dtype)
             x = (windows(x) * weight.view(*taps.shape, *ends)).sum(dim + 1)
             continue
         least = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
         best = windows(x).masked_fill(~inside.view(*taps.shape, *ends), least).max(dim + 1, keepdim=True)
         if index is not None:
-            place = low.view(-1, 1, *ends) + best.indices
-            index = (windows(index).gather(dim + 1, best.indices) + place * stride).squeeze(dim + 1)
+            position = low.view(-1, 1, *ends) + best.indices
+            index = (windows(index).gather(dim + 1, best.indices) + position * stride).squeeze(dim + 1)
         stride *= extent[i]
         x = best.values.squeeze(dim + 1)
     return x if index is None else index
 
 
-def _widest(start: int, size: int, extent: int, result: int) -> int:
-    """The most inputs that one of these outputs pools: known here, so that no device need be asked."""
+def _widest_window(start: int, size: int, extent: int, result: int) -> int:
+    """The largest number of inputs that one output pools. Computed on the host, to avoid a device synchronisation."""
     return max(-(-(o + 1) * extent // result) - o * extent // result for o in range(start, start + size))
 
 
@@ -73,9 +109,9 @@ def max_pool_index(
     first: Sequence[int],
     size: Sequence[int],
 ) -> Tensor:
-    """Where in the whole input, by its number in the plane, each window of this block has its greatest element.
+    """The flat index in the whole input of each window's maximum, for the windows of this block.
 
-    ``first`` is the position of the part's first element in the whole.
+    ``extent`` is the shape of the whole input, ``first`` the position in it of the first element of ``x``.
     """
     rank = len(size)
     lead = x.shape[: x.dim() - rank]
@@ -87,11 +123,11 @@ def max_pool_index(
         aten.max_pool2d_with_indices,
         aten.max_pool3d_with_indices,
     )
-    _, here = pools[rank - 1](x.detach(), list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
-    index = torch.zeros_like(here)
-    places = torch.unravel_index(here, x.shape[x.dim() - rank :])
-    for place, low, whole, step in zip(places, first, extent, dilation, strict=True):
-        at = place + low
-        # in the padding only if a window has nothing but -inf: then the first of its places that is inside
-        index = index * whole + torch.where(at < 0, at.remainder(step), at)
+    _, local_index = pools[rank - 1](x.detach(), list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
+    index = torch.zeros_like(local_index)
+    coordinates = torch.unravel_index(local_index, x.shape[x.dim() - rank :])
+    for coordinate, low, total, step in zip(coordinates, first, extent, dilation, strict=True):
+        position = coordinate + low
+        # A maximum in the padding means that the window has only -inf: torch returns its first element inside.
+        index = index * total + torch.where(position < 0, position.remainder(step), position)
     return index

@@ -1,7 +1,7 @@
-"""Random operators: ranks with the same part of a tensor draw the same numbers, others independent ones.
+"""Random operators: replicas draw identical numbers, shards draw independent ones.
 
-Every pass has a seed, drawn by rank 0 from torch's default generator, so ``torch.manual_seed`` there makes a run
-reproducible. A node's numbers come from that seed, the node's name, and the number of the part.
+Rank 0 draws one seed per forward pass from torch's default generator, so ``torch.manual_seed`` on rank 0 makes a run
+reproducible. The numbers of a node depend on that seed, the node's name and the index of this rank's shard.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distfx.runtime.autograd.parameters import Gradients
+from distfx.runtime.autograd.gradients import Gradients
 
 __all__ = ["Draw", "Dropout"]
 
@@ -23,7 +23,7 @@ def _seed(gradients: Gradients, node: str, part: int) -> int:
 
 
 class Dropout:
-    """Dropout of elements, or of whole features (channels of a sample)."""
+    """Dropout of elements, or of all elements of a channel together if ``features``."""
 
     def __init__(self, node: str, p: float, features: bool, part: int) -> None:
         self.node, self.p, self.features, self.part = node, p, features, part
@@ -32,12 +32,12 @@ class Dropout:
     def __call__(self, gradients: Gradients, x: Tensor) -> Tensor:
         generator = torch.Generator(x.device).manual_seed(_seed(gradients, self.node, self.part))
         shape: Any = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.features else x.shape
-        kept = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p, generator=generator)
-        return x * kept.div_(1 - self.p) if self.p < 1 else x * kept
+        mask = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p, generator=generator)
+        return x * mask.div_(1 - self.p) if self.p < 1 else x * mask
 
 
 class Draw:
-    """An ATen operator that draws from torch's default generator, which is seeded for it and put back."""
+    """An ATen operator that draws from torch's default generator. Seeds the generator and restores its state."""
 
     def __init__(self, node: str, operator: str, part: int) -> None:
         name, overload = operator.split(".")
@@ -51,10 +51,10 @@ class Draw:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             generator = torch.cuda.default_generators[index]
-        before = generator.get_state()
+        state = generator.get_state()
         try:
             generator.manual_seed(_seed(gradients, self.node, self.part))
             result: Tensor = self.operator(*args, **kwargs)
         finally:
-            generator.set_state(before)
+            generator.set_state(state)
         return result

@@ -1,8 +1,8 @@
-"""Reductions over split dims: one kernel, :class:`Reduction`, which holds a segment and reduces small values over it.
+"""Reductions over split dims: one kernel, :class:`Reduction`, that reduces small values over a segment.
 
-Each kind is a row of :data:`KINDS`: what it computes from this rank's part, and what it sends. The result of a
-reduction is the same on every rank of the segment, and so is its gradient: what flows back is local wherever the
-formula allows. Softmax and cumulative sums keep their split dim.
+:data:`REDUCTIONS` maps each kind to the function that computes it. The result of a reduction is replicated over the
+segment, and so is its gradient, so backward communicates only where the formula needs other ranks' values. Softmax and
+cumulative sums keep their split dim.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distfx.grid import Segment
-from distfx.runtime.kernels.local import Collective
+from distfx.runtime.kernels.collective import SegmentKernel
 
-__all__ = ["KINDS", "Reduction"]
+__all__ = ["REDUCTIONS", "Reduction"]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -26,22 +26,23 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)) if x.dtype.is_floating_point else x
 
 
-def _ordered(x: Tensor) -> Tensor:
-    """Floats as integers in the same order, nan the greatest: backends do not agree on the greater of nan and 1."""
-    kind = torch.int64 if x.dtype == torch.float64 else torch.int32
-    bits = torch.where(x.isnan(), torch.nan, x).contiguous().view(kind)
-    return torch.where(bits < 0, bits ^ torch.iinfo(kind).max, bits)
+def _to_ordered_integers(x: Tensor) -> Tensor:
+    """Floats as integers in the same order, with nan as the greatest. Backends disagree on the maximum of nan and 1."""
+    dtype = torch.int64 if x.dtype == torch.float64 else torch.int32
+    bits = torch.where(x.isnan(), torch.nan, x).contiguous().view(dtype)
+    return torch.where(bits < 0, bits ^ torch.iinfo(dtype).max, bits)
 
 
-def _floats(bits: Tensor, dtype: torch.dtype) -> Tensor:
+def _to_floats(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`_to_ordered_integers`."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).view(dtype)
 
 
-class Reduction(Collective):
+class Reduction(SegmentKernel):
     """One reduction (or softmax, or cumulative sum) of a tensor whose ``dims`` are split over the segment.
 
-    ``start`` and ``extent`` say where this rank's part of each of ``dims`` starts, and how far the whole reaches;
-    ``part`` is the number of this rank's part.
+    For each of ``dims``, ``start`` is the first position of this rank's part and ``extent`` the global size. ``part``
+    is the index of this rank's part. ``order`` is that of a norm, or the correction of a variance.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Reduction(Collective):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__("reduce", segment, node)
-        self.kind, self.compute = kind, KINDS[kind]
+        self.kind, self.compute = kind, REDUCTIONS[kind]
         self.dims, self.keepdim, self.part = dims, keepdim, part
         self.start, self.extent, self.order, self.dtype = start, extent, order, dtype
         self.greatest = not kind.endswith("min")
@@ -72,14 +73,14 @@ class Reduction(Collective):
     def __call__(self, x: Tensor) -> Tensor:
         return self.compute(x if self.dtype is None else x.to(self.dtype), self)
 
-    # -- what the kinds are made of; all of these keep the reduced dims as ones
+    # -- building blocks of the kinds. All keep the reduced dims with size one.
 
     def fold(self, x: Tensor) -> Tensor:
-        """The sum over ``dims`` here."""
+        """The sum over ``dims`` of this rank's part."""
         return x.sum(self.dims, keepdim=True)
 
     def identity(self, x: Tensor) -> float | int | bool:
-        """What is less (or greater) than anything."""
+        """The value that never is the maximum, or the minimum."""
         if x.dtype.is_floating_point:
             return -math.inf if self.greatest else math.inf
         if x.dtype == torch.bool:
@@ -88,25 +89,27 @@ class Reduction(Collective):
         return limits.min if self.greatest else limits.max
 
     def local_extreme(self, x: Tensor) -> Tensor:
-        """The greatest or least element here."""
+        """The maximum or minimum of this rank's part."""
         if any(x.shape[dim] == 0 for dim in self.dims):
             shape = [1 if dim in self.dims else size for dim, size in enumerate(x.shape)]
             return x.new_full(shape, self.identity(x))
         return x.amax(self.dims, keepdim=True) if self.greatest else x.amin(self.dims, keepdim=True)
 
     def extreme(self, local: Tensor, phase: str = "forward") -> Tensor:
-        """The greatest or least of the ranks' values."""
+        """The maximum or minimum over the ranks."""
         op = "max" if self.greatest else "min"
         if local.dtype == torch.bool:
             return self.reduce(local.to(torch.uint8), phase, op).bool()
         if not local.dtype.is_floating_point:
             return self.reduce(local.clone(), phase, op)
-        sign = 1 if self.greatest else -1  # nan wins either way
+        sign = 1 if self.greatest else -1  # always a maximum, because nan must win for the minimum, too
         wide = _wide(local)
-        return (sign * _floats(self.reduce(_ordered(sign * wide), phase, "max"), wide.dtype)).to(local.dtype)
+        return (sign * _to_floats(self.reduce(_to_ordered_integers(sign * wide), phase, "max"), wide.dtype)).to(
+            local.dtype
+        )
 
     def squeeze(self, x: Tensor) -> Tensor:
-        """Without the reduced dims, unless they are kept."""
+        """Remove the reduced dims, unless ``keepdim``."""
         return x if self.keepdim else x.squeeze(self.dims)
 
     def unsqueeze(self, x: Tensor) -> Tensor:
@@ -117,11 +120,11 @@ class Reduction(Collective):
         return x
 
 
-# ----------------------------------------------------------------------------------------- softmax and its kin
+# ----------------------------------------------------------------------------------------- softmax and logsumexp
 
 
 class _Softmax(torch.autograd.Function):
-    """``exp(x - max) / sum``, or its logarithm; backward one sum."""
+    """``exp(x - max) / sum``, or its logarithm. Backward needs one sum over the segment."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, r: Reduction) -> Tensor:
@@ -145,7 +148,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class _LogSumExp(torch.autograd.Function):
-    """``log sum exp(x - max) + max``; its gradient is the softmax, which each rank has."""
+    """``log sum exp(x - max) + max``. Its gradient is the softmax, which each rank computes for its part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, r: Reduction) -> Tensor:
@@ -169,7 +172,7 @@ class _LogSumExp(torch.autograd.Function):
 
 
 class _Extreme(torch.autograd.Function):
-    """The greatest or least element; all that are equal to it share the gradient."""
+    """The maximum or minimum. All elements equal to it share the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, r: Reduction) -> Tensor:
@@ -184,36 +187,36 @@ class _Extreme(torch.autograd.Function):
         x, result = ctx.saved_tensors
         r: Reduction = ctx.r
         equal = _wide(((x == result) | (x.isnan() & result.isnan())).to(x.dtype))
-        shared = r.sum(r.fold(equal), "backward")
-        return (equal * (r.unsqueeze(grad) / shared)).to(x.dtype), None
+        count = r.sum(r.fold(equal), "backward")
+        return (equal * (r.unsqueeze(grad) / count)).to(x.dtype), None
 
 
-def _first(x: Tensor, r: Reduction) -> tuple[Tensor, Tensor]:
-    """The greatest or least element, and where it first stands in the whole, by its number among ``dims``."""
+def _first_extreme(x: Tensor, r: Reduction) -> tuple[Tensor, Tensor]:
+    """The maximum or minimum, and the flat global index over ``dims`` of its first occurrence."""
     value = r.local_extreme(x)
     nowhere = torch.iinfo(torch.int64).max
     index = torch.full_like(value, nowhere, dtype=torch.int64)
     if x.numel():
         ordered = x.to(torch.uint8) if x.dtype is torch.bool else x
-        last = ordered.movedim(r.dims, list(range(-len(r.dims), 0)))
-        flat = last.flatten(-len(r.dims)) if x.dim() > len(r.dims) else last.reshape(-1)
-        found = flat.argmax(-1) if r.greatest else flat.argmin(-1)
-        index = torch.zeros_like(found)
-        places = torch.unravel_index(found, [x.shape[dim] for dim in r.dims])
-        for place, first, extent in zip(places, r.start, r.extent, strict=True):
-            index = index * extent + place + first
+        moved = ordered.movedim(r.dims, list(range(-len(r.dims), 0)))
+        flat = moved.flatten(-len(r.dims)) if x.dim() > len(r.dims) else moved.reshape(-1)
+        local_index = flat.argmax(-1) if r.greatest else flat.argmin(-1)
+        index = torch.zeros_like(local_index)
+        coordinates = torch.unravel_index(local_index, [x.shape[dim] for dim in r.dims])
+        for coordinate, first, extent in zip(coordinates, r.start, r.extent, strict=True):
+            index = index * extent + coordinate + first
         index = index.view(value.shape)
     best = r.extreme(value)
-    mine = (value == best) | (value.isnan() & best.isnan())
-    return best, r.reduce(torch.where(mine, index, nowhere), "forward", "min")
+    is_best = (value == best) | (value.isnan() & best.isnan())
+    return best, r.reduce(torch.where(is_best, index, nowhere), "forward", "min")
 
 
-class _Pick(torch.autograd.Function):
-    """The greatest or least element; the first that is equal to it has the gradient."""
+class _FirstExtreme(torch.autograd.Function):
+    """The maximum or minimum. Its first occurrence gets the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, r: Reduction) -> Tensor:
-        value, index = _first(x, r)
+        value, index = _first_extreme(x, r)
         ctx.save_for_backward(index)
         ctx.r, ctx.shape = r, x.shape
         return r.squeeze(value)
@@ -223,19 +226,19 @@ class _Pick(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         r: Reduction = ctx.r
-        number = torch.zeros((), dtype=torch.int64, device=grad.device)
+        flat_index = torch.zeros((), dtype=torch.int64, device=grad.device)
         for dim, first, extent in zip(r.dims, r.start, r.extent, strict=True):
-            place = torch.arange(first, first + ctx.shape[dim], device=grad.device)
-            number = number * extent + place.view(-1, *(1,) * (len(ctx.shape) - 1 - dim))
-        return torch.where(number == index, r.unsqueeze(grad), 0), None
+            positions = torch.arange(first, first + ctx.shape[dim], device=grad.device)
+            flat_index = flat_index * extent + positions.view(-1, *(1,) * (len(ctx.shape) - 1 - dim))
+        return torch.where(flat_index == index, r.unsqueeze(grad), 0), None
 
 
-def _argument(x: Tensor, r: Reduction) -> Tensor:
-    return r.squeeze(_first(x.detach(), r)[1])
+def _extreme_index(x: Tensor, r: Reduction) -> Tensor:
+    return r.squeeze(_first_extreme(x.detach(), r)[1])
 
 
-def _truth(x: Tensor, r: Reduction) -> Tensor:
-    """Whether any element is true (the greatest), or all are (the least)."""
+def _any_or_all(x: Tensor, r: Reduction) -> Tensor:
+    """Whether any element is true (the maximum), or all are (the minimum)."""
     return r.squeeze(r.extreme(r.local_extreme(x.bool())))
 
 
@@ -243,7 +246,7 @@ def _truth(x: Tensor, r: Reduction) -> Tensor:
 
 
 class _Variance(torch.autograd.Function):
-    """The mean squared deviation from the mean, ``order`` fewer counted; its root for a standard deviation."""
+    """The sum of squared deviations from the mean over ``count - order``; for ``std`` its square root."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, r: Reduction) -> Tensor:
@@ -266,7 +269,7 @@ class _Variance(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """``(sum |x|^p)^(1/p)`` for a finite p; zero where the norm is zero, as torch has it."""
+    """``(sum |x|^p)^(1/p)`` for a finite p. The gradient is zero where the norm is zero, as in torch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, r: Reduction) -> Tensor:
@@ -295,23 +298,26 @@ class _Norm(torch.autograd.Function):
         return (wide * scale).to(x.dtype), None
 
 
-# ------------------------------------------------------------------------------------- products and prefixes
+# ------------------------------------------------------------------------------------- products and cumulative sums
 
 
-class _Every(torch.autograd.Function):
-    """Every rank's value, along a new first dim. ``once``: all ranks do the same with them; else each its own."""
+class _StackRanks(torch.autograd.Function):
+    """The values of all ranks, stacked along a new first dim.
+
+    ``replicated``: all ranks use the stack in the same way, so their gradients are equal; otherwise they are summed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, r: Reduction, once: bool) -> Tensor:
-        every = value.new_zeros((r.segment.size, *value.shape))
-        every[r.part] = value
-        ctx.r, ctx.once = r, once
-        return r.sum(every, "forward")
+    def forward(ctx: Any, value: Tensor, r: Reduction, replicated: bool) -> Tensor:
+        stack = value.new_zeros((r.segment.size, *value.shape))
+        stack[r.part] = value
+        ctx.r, ctx.replicated = r, replicated
+        return r.sum(stack, "forward")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if not ctx.once:
+        if not ctx.replicated:
             grad = ctx.r.sum(grad.clone(memory_format=torch.contiguous_format), "backward")
         return grad[ctx.r.part], None, None
 
@@ -320,39 +326,39 @@ def _product(x: Tensor, r: Reduction) -> Tensor:
     local = _wide(x)
     for dim in r.dims:
         local = local.prod(dim, keepdim=True)
-    return r.squeeze(_Every.apply(local, r, True).prod(0)).to(x.dtype)
+    return r.squeeze(_StackRanks.apply(local, r, True).prod(0)).to(x.dtype)
 
 
-def _cumulative(x: Tensor, r: Reduction) -> Tensor:
-    """The running sum here, and the sums of the parts before it."""
+def _cumulative_sum(x: Tensor, r: Reduction) -> Tensor:
+    """The cumulative sum of this rank's part plus the sums of the parts before it."""
     wide, (dim,) = _wide(x), r.dims
-    before = _Every.apply(wide.sum(dim, keepdim=True), r, False)[: r.part].sum(0)
+    before = _StackRanks.apply(wide.sum(dim, keepdim=True), r, False)[: r.part].sum(0)
     return (wide.cumsum(dim) + before).to(x.dtype)
 
 
 def _cumulative_product(x: Tensor, r: Reduction) -> Tensor:
     wide, (dim,) = _wide(x), r.dims
-    before = _Every.apply(wide.prod(dim, keepdim=True), r, False)[: r.part].prod(0)
+    before = _StackRanks.apply(wide.prod(dim, keepdim=True), r, False)[: r.part].prod(0)
     return (wide.cumprod(dim) * before).to(x.dtype)
 
 
-KINDS: dict[str, Callable[[Tensor, Reduction], Tensor]] = {
+REDUCTIONS: dict[str, Callable[[Tensor, Reduction], Tensor]] = {
     "softmax": _Softmax.apply,
     "log_softmax": _Softmax.apply,
     "logsumexp": _LogSumExp.apply,
     "amax": _Extreme.apply,
     "amin": _Extreme.apply,
-    "max": _Pick.apply,
-    "min": _Pick.apply,
-    "argmax": _argument,
-    "argmin": _argument,
-    "any_max": _truth,
-    "all_min": _truth,
+    "max": _FirstExtreme.apply,
+    "min": _FirstExtreme.apply,
+    "argmax": _extreme_index,
+    "argmin": _extreme_index,
+    "any_max": _any_or_all,
+    "all_min": _any_or_all,
     "var": _Variance.apply,
     "std": _Variance.apply,
     "norm": _Norm.apply,
     "prod": _product,
-    "cumsum": _cumulative,
+    "cumsum": _cumulative_sum,
     "cumprod": _cumulative_product,
 }
-"""The function that computes each kind. What it sends is in :data:`distfx.ir.reductions.TRAFFIC`."""
+"""The function that computes each kind. :data:`distfx.ir.reductions.TRAFFIC` has the values that each one sends."""

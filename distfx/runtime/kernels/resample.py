@@ -1,4 +1,4 @@
-"""Interpolation of a block: nearest, linear, cubic, one dim after the other."""
+"""Interpolation of a block: nearest, linear or cubic, one dim after the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distfx.ir.layout import Window
-from distfx.runtime.kernels.local import ZeroResult
+from distfx.runtime.kernels.empty import ZeroResult
 
 __all__ = ["resample"]
 
@@ -21,23 +21,23 @@ CUBIC = -0.75
 def _nearest(
     kind: str, rank: int, scale: float | None, extent: int, total: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """For every output position of a dim the input position that torch takes.
+    """The input position that torch reads for each output position of a dim.
 
-    Torch is asked, by numbers in the place of values: it rounds otherwise in each dtype and rank, and some factors it
-    does not regard.
+    Found by interpolating the positions themselves with torch, because its rounding depends on dtype and rank, and it
+    ignores some scale factors.
     """
     op = getattr(torch.ops.aten, f"{'upsample_nearest' if kind == 'nearest' else '_upsample_nearest_exact'}{rank}d")
     ones = (1,) * (rank - 1)
     with torch.inference_mode(False), torch.no_grad():  # a later call may save it for backward
-        numbers = torch.arange(extent, dtype=dtype, device=device).view(1, 1, extent, *ones)
-        return op(numbers, [total, *ones], scale, *(None for _ in ones)).flatten().to(torch.int64)
+        positions = torch.arange(extent, dtype=dtype, device=device).view(1, 1, extent, *ones)
+        return op(positions, [total, *ones], scale, *(None for _ in ones)).flatten().to(torch.int64)
 
 
 def _taps(
-    kind: str, align: bool, scale: float | None, extent: int, total: int, where: Tensor
+    kind: str, align: bool, scale: float | None, extent: int, total: int, outputs: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """For output positions ``where``: the input positions that are read, and their weights."""
-    real = where.to(torch.float64)
+    """The input positions that the output positions ``outputs`` read, tap by tap, and their weights."""
+    real = outputs.to(torch.float64)
     ratio = (extent / total) if scale is None else 1 / scale
     if align:
         source = real * ((extent - 1) / (total - 1)) if total > 1 else real * 0
@@ -73,20 +73,21 @@ def resample(
 ) -> Tensor:
     """The block ``[start, start + size)`` of an interpolation from ``extent`` to ``result`` positions.
 
-    Along a split dim ``x`` starts at the first position that the block's window (``first``: lo, mul, div) needs.
+    ``first`` has the window (lo, mul, div) of each split dim: ``x`` starts at the first position that the block's
+    window contains.
     """
     if x.numel() == 0 or min(size) == 0:
         return ZeroResult((*x.shape[:2], *size))(x)
     for i, (total, count) in enumerate(zip(extent, size, strict=True)):
-        where = torch.arange(start[i], start[i] + count, device=x.device)
+        outputs = torch.arange(start[i], start[i] + count, device=x.device)
         window = first[i]
         origin = int(Window(window[0], 0, window[1], window[2]).need(start[i], start[i] + count)[0]) if window else 0
         if kind.startswith("nearest"):
             exact = x.dtype if x.dtype is torch.float64 else torch.float32
-            every = _nearest(kind, len(size), scales[i], total, result[i], exact, x.device)
-            x = x.index_select(2 + i, every.narrow(0, start[i], count) - origin)
+            sources = _nearest(kind, len(size), scales[i], total, result[i], exact, x.device)
+            x = x.index_select(2 + i, sources.narrow(0, start[i], count) - origin)
             continue
-        positions, weights = _taps(kind, align, scales[i], total, result[i], where)
+        positions, weights = _taps(kind, align, scales[i], total, result[i], outputs)
         parts = [x.index_select(2 + i, p.clamp(0, total - 1) - origin) for p in positions]
         shape = (-1, *(1,) * (x.dim() - 3 - i))
         factors = [w.to(x.dtype).view(shape) for w in weights]
