@@ -8,15 +8,28 @@ that touches torch's private sympy helpers.
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import sympy
 import torch
 from sympy.printing.precedence import PRECEDENCE
 from sympy.printing.str import StrPrinter
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import (
+    CeilToInt,
+    FloatTrueDiv,
+    FloorDiv,
+    FloorToInt,
+    IntTrueDiv,
+    Mod,
+    PythonMod,
+    RoundToInt,
+    ToFloat,
+    TruncToInt,
+)
+
+from distfx.errors import DistfxError
+from distfx.ir.expressions import Expression, Number, Symbol, excerpt, parse_expression
 
 Size: TypeAlias = int | sympy.Expr
 
@@ -44,7 +57,7 @@ def floordiv(a: Size, b: Size) -> Size:
     """
     if isinstance(a, int) and isinstance(b, int):
         return a // b
-    return FloorDiv(sympy.sympify(a), sympy.sympify(b))
+    return FloorDiv(sympy.sympify(a, strict=True), sympy.sympify(b, strict=True))
 
 
 def ceildiv(a: Size, b: Size) -> Size:
@@ -83,7 +96,7 @@ class _Printer(StrPrinter):
     printmethod = "_distfx_str"
 
     def _print_FloorDiv(self, expr: sympy.Expr) -> str:
-        base, divisor = (self.parenthesize(part, PRECEDENCE["Mul"] + 1) for part in expr.args)
+        base, divisor = (self.parenthesize(part, PRECEDENCE["Pow"] + 1) for part in expr.args)
         return f"{base}//{divisor}"
 
 
@@ -98,14 +111,95 @@ def show(size: Size) -> str:
     return str(size) if isinstance(size, int) else str(_Printer().doprint(size))
 
 
-def parse_size(text: str) -> Size:
-    """The size that ``str`` of it printed: symbols are positive whole numbers.
+def _checked(value: sympy.Expr, text: str) -> sympy.Expr:
+    """``value``, unless a coefficient in it is undefined or does not fit into 64 bits."""
+    for term in sympy.Add.make_args(value):
+        number = term.as_coeff_Mul()[0]
+        if not number.is_finite or (number.is_Rational and max(abs(number.p), number.q) >= 2**63):
+            raise DistfxError(f"cannot read size {excerpt(text)}: a number in it does not fit into 64 bits")
+    return value
 
-    >>> parse_size("12"), parse_size("H*W")
-    (12, H*W)
+
+def _lazy(function: Callable[..., Any]) -> Callable[..., sympy.Expr]:
+    """``function``, evaluated if all operands are numbers.
+
+    Otherwise the call stays as written. Printed sizes are simplified already, and to simplify a hostile one may take
+    sympy minutes.
     """
-    names = {name: sympy.Symbol(name, integer=True, positive=True) for name in re.findall(r"[A-Za-z]\w*", text)}
-    return size_of(sympy.sympify(text, locals=names))
+    return lambda *operands: function(*operands, evaluate=all(operand.is_Number for operand in operands))
+
+
+def _mod(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    """Torch's ``Mod``, which is defined for operands that are not negative, continued as Python does."""
+    return PythonMod(a, b) if a.is_Number and b.is_Number else Mod(a, b, evaluate=False)
+
+
+_floordiv, _modulo = _lazy(FloorDiv), _lazy(PythonMod)
+_minimum, _maximum = _lazy(sympy.Min), _lazy(sympy.Max)
+
+_OPERATORS: dict[str, Callable[..., sympy.Expr]] = {
+    "+": sympy.Add,
+    "*": sympy.Mul,
+    "-": lambda a: -a,
+    "/": lambda a: 1 / a,
+    "//": _floordiv,
+    "%": _modulo,
+    "**": lambda a, b: a**b,
+}
+
+_FUNCTIONS: dict[str, tuple[int | None, Callable[..., sympy.Expr]]] = {
+    "floor": (1, _lazy(sympy.floor)),
+    "ceil": (1, _lazy(sympy.ceiling)),
+    "ceiling": (1, _lazy(sympy.ceiling)),
+    "min": (None, _minimum),
+    "max": (None, _maximum),
+    "Min": (None, _minimum),
+    "Max": (None, _maximum),
+    "Mod": (2, _mod),
+    "PythonMod": (2, _modulo),
+    "FloorDiv": (2, _floordiv),
+    "CleanDiv": (2, _floordiv),
+    "CeilDiv": (2, lambda a, b: _floordiv(a + b - 1, b)),
+    "ToFloat": (1, _lazy(ToFloat)),
+    "IntTrueDiv": (2, _lazy(IntTrueDiv)),
+    "FloatTrueDiv": (2, _lazy(FloatTrueDiv)),
+    "TruncToInt": (1, _lazy(TruncToInt)),
+    "FloorToInt": (1, _lazy(FloorToInt)),
+    "CeilToInt": (1, _lazy(CeilToInt)),
+    "RoundToInt": (1, _lazy(RoundToInt)),
+}
+"""The functions that printed sizes call, torch's included: number of arguments (``None``: any) and meaning."""
+
+_ARITY = {name: count for name, (count, _) in _FUNCTIONS.items()}
+_DIVISIONS = ("/", "//", "%", "Mod", "PythonMod", "FloorDiv", "CleanDiv", "CeilDiv", "IntTrueDiv", "FloatTrueDiv")
+
+
+def parse_size(text: str) -> Size:
+    """The size that ``text`` describes: the inverse of ``str`` and :func:`show`.
+
+    Symbols are positive integers. :mod:`distfx.ir.expressions` has the grammar; nothing is executed, whatever the text.
+
+    >>> parse_size("12"), parse_size("H*W"), parse_size("2*((H - 1)//2) + min(W, 7)")
+    (12, H*W, 2*((H - 1)//2) + Min(7, W))
+    """
+
+    def build(tree: Expression) -> sympy.Expr:
+        if isinstance(tree, Symbol):
+            return sympy.Symbol(tree.name, integer=True, positive=True)
+        if isinstance(tree, Number):
+            return sympy.Integer(tree.value) if isinstance(tree.value, int) else sympy.Float(tree.value)
+        operands = [build(operand) for operand in tree.operands]
+        if tree.name in _DIVISIONS or (tree.name == "**" and operands[1].is_negative):
+            divisor = operands[0] if tree.name == "**" else operands[-1]
+            if divisor.is_Number and divisor.is_zero:
+                raise DistfxError(f"cannot read size {excerpt(text)}: {tree.name!r} divides by zero")
+        function = _OPERATORS[tree.name] if tree.name in _OPERATORS else _FUNCTIONS[tree.name][1]
+        return _checked(function(*operands), text)
+
+    size = build(parse_expression(text, _ARITY))
+    if size.is_number and not size.is_Integer:
+        raise DistfxError(f"size {excerpt(text)} is {size}, which is not an integer: use // to divide")
+    return size_of(size)
 
 
 def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
