@@ -1,8 +1,8 @@
-"""Sizes that are integers now or expressions in the model's own symbols (``N``, ``H``, ``W``): one small algebra.
+"""Sizes: integers, or expressions in the symbols of the model's input (``N``, ``H``, ``W``).
 
-Everything in distfx that speaks of a size accepts both. Expressions are sympy; ``torch.export`` brings its own
-``FloorDiv``, which is used throughout so that captured sizes and derived ones cancel. This file is the only one
-that touches torch's private sympy helpers.
+All of distfx accepts both wherever it takes a size. Expressions are those of sympy, with torch's ``FloorDiv`` as the
+floor division: captured sizes contain it, and sizes derived from them cancel only if they use the same function. This
+is the only module that imports torch's private sympy functions.
 """
 
 from __future__ import annotations
@@ -61,20 +61,22 @@ def floordiv(a: Size, b: Size) -> Size:
 
 
 def ceildiv(a: Size, b: Size) -> Size:
-    """``a / b`` rounded up."""
+    """``a / b``, rounded up."""
     return floordiv(a + b - 1, b)
 
 
 def minimum(a: Size, b: Size) -> Size:
+    """The smaller of two sizes."""
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else sympy.Min(a, b)
 
 
 def maximum(a: Size, b: Size) -> Size:
+    """The larger of two sizes."""
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else sympy.Max(a, b)
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """The product of sizes; 1 for none."""
+    """The product of ``sizes``, or 1 if there are none."""
     result: Size = 1
     for size in sizes:
         result = result * size
@@ -91,7 +93,7 @@ def size_of(value: Any) -> Size:
 
 
 class _Printer(StrPrinter):
-    """As sympy prints, but floor divisions with no more parentheses than they need."""
+    """Sympy's printer, with fewer parentheses around floor divisions than torch prints."""
 
     printmethod = "_distfx_str"
 
@@ -102,7 +104,7 @@ class _Printer(StrPrinter):
 
 @functools.lru_cache(maxsize=4096)
 def show(size: Size) -> str:
-    """A size for readers.
+    """A size as text, as a person would write it. :func:`parse_size` is the inverse.
 
     >>> H = sympy.Symbol("H", integer=True, positive=True)
     >>> show(floordiv(H - 1, 2) + 1), show(3 * floordiv(H, 2)), show(7)
@@ -203,17 +205,18 @@ def parse_size(text: str) -> Size:
 
 
 def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
-    """The number that ``size`` becomes when the symbols take ``values``."""
+    """The value of ``size`` for these ``values`` of its symbols."""
     if isinstance(size, int):
         return size
     result = size.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
     if not result.is_number:
-        raise ValueError(f"size {size} still depends on {sorted(map(str, result.free_symbols))}")
+        symbols = ", ".join(sorted(map(str, result.free_symbols)))
+        raise ValueError(f"the value of size {size} is unknown because {symbols} has no value")
     return int(result)
 
 
 def evaluate_number(value: Any, values: Mapping[sympy.Symbol, int]) -> Any:
-    """A size, a fraction or a condition of sizes as an argument of a call: an int, a float or a bool.
+    """The value of a size, a fraction or a condition, as an int, a float or a bool.
 
     >>> H = sympy.Symbol("H", integer=True, positive=True)
     >>> evaluate_number(H / 2, {H: 3}), evaluate_number(H + 1, {H: 3}), evaluate_number(H > 2, {H: 3})
@@ -226,4 +229,5 @@ def evaluate_number(value: Any, values: Mapping[sympy.Symbol, int]) -> Any:
 
 
 def evaluate_shape(shape: Iterable[Size], values: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
+    """The value of each size of a shape."""
     return tuple(evaluate(size, values) for size in shape)

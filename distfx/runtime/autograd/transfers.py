@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distfx.grid import Segment
-from distfx.ir.exchange import Message
+from distfx.ir.exchange import Selection
 from distfx.ir.moves import DimExchange, FirstRankOnly, Identity, Narrow, Reduce, Transfer, Transpose, ZeroPad
 from distfx.runtime.comm.transport import (
     Pending,
@@ -85,7 +85,7 @@ def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(positions, device=device)
 
 
-def pack(x: Tensor, dim: int, message: Message) -> Tensor:
+def pack(x: Tensor, dim: int, message: Selection) -> Tensor:
     """The positions of ``message`` as one contiguous tensor; without a copy where they lie so."""
     if message.runs is None:
         assert message.positions is not None
@@ -95,7 +95,7 @@ def pack(x: Tensor, dim: int, message: Message) -> Tensor:
     return torch.cat([x.narrow(dim, *run) for run in message.runs], dim)
 
 
-def place(result: Tensor, dim: int, message: Message, value: Tensor, *, add: bool) -> None:
+def place(result: Tensor, dim: int, message: Selection, value: Tensor, *, add: bool) -> None:
     """Write ``value`` to the positions of ``message`` in ``result``, or add it there."""
     if message.runs is None:
         assert message.positions is not None
@@ -109,7 +109,7 @@ def place(result: Tensor, dim: int, message: Message, value: Tensor, *, add: boo
         offset += length
 
 
-def _landing(result: Tensor, dim: int, message: Message) -> tuple[Tensor, bool]:
+def _landing(result: Tensor, dim: int, message: Selection) -> tuple[Tensor, bool]:
     """Where a message is received: straight into ``result`` where that is contiguous, else a buffer to be placed."""
     if message.runs is not None and len(message.runs) == 1:
         view = result.narrow(dim, *message.runs[0])
@@ -128,7 +128,7 @@ def _(half: DimExchange, x: Tensor, segment: Segment, last: bool = False) -> Pen
 
 def _straight(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
     plan, dim = half.schedule, half.dim
-    if (run := plan.local_run) is not None:
+    if (run := plan.local_slice) is not None:
         return Ready(x if run == (0, x.shape[dim]) else x.narrow(dim, *run))
     result = empty(half.after, x, last)
     sends = [(peer, pack(x, dim, message)) for peer, message in plan.send] if half.messages else []
@@ -150,7 +150,7 @@ def _straight(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pen
     return _InFlight(works, finish, [x, result, *(t for _, t in sends), *(t for _, t in receives)])
 
 
-def _fill(result: Tensor, dim: int, message: Message, value: float) -> None:
+def _fill(result: Tensor, dim: int, message: Selection, value: float) -> None:
     if not result.dtype.is_floating_point and math.isinf(value):  # of integers the least and the greatest
         limits = torch.iinfo(result.dtype)
         value = limits.min if value < 0 else limits.max
@@ -165,7 +165,7 @@ def _fill(result: Tensor, dim: int, message: Message, value: float) -> None:
 def _turned(half: DimExchange, x: Tensor, segment: Segment, last: bool) -> Pending[Tensor]:
     """The adjoint: what was received goes back and is added where it came from."""
     plan, dim = half.schedule, half.dim
-    if (run := plan.local_run) is not None:
+    if (run := plan.local_slice) is not None:
         return Ready(x if run == (0, plan.owned) else _padded(half, x, run[0], last))
     sends = [(peer, pack(x, dim, message)) for peer, message in plan.receive] if half.messages else []
     shape = (*half.after[:dim], 0, *half.after[dim + 1 :])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distfx.ir.exchange import ExchangeSchedule, Message
+from distfx.ir.exchange import ExchangeSchedule, Selection
 from distfx.ir.moves import DimExchange
 from distfx.runtime.autograd.moves import RunMove
 from distfx.runtime.autograd.transfers import pack, place
@@ -106,7 +106,7 @@ def _strips(half: DimExchange, taps: int, stride: int, dilation: int) -> tuple[i
     found = [_strip(lo, hi, outputs, taps, stride, dilation, plan) for lo, hi in sides]
     strips = tuple(strip for strip in found if strip is not None)
     placed = sum(part.length for strip in strips for part in strip.parts)
-    return (before, strips) if placed == plan.returned else None
+    return (before, strips) if placed == plan.receive_length else None
 
 
 class HaloConvolution:
@@ -249,8 +249,8 @@ def _edges(
     run: RunMove,
     x: Tensor,
     dim: int,
-    send: Sequence[tuple[int, Message]],
-    receive: Sequence[tuple[int, Message]],
+    send: Sequence[tuple[int, Selection]],
+    receive: Sequence[tuple[int, Selection]],
     values: Sequence[Tensor] | None = None,
 ) -> _Edges:
     """Start sending the rows of ``send``, taken from ``x`` or given as ``values``, and receiving ``receive``'s."""
