@@ -182,7 +182,7 @@ def parse_size(text: str) -> Size:
     Symbols are positive integers. :mod:`distfx.ir.expressions` has the grammar; nothing is executed, whatever the text.
 
     >>> parse_size("12"), parse_size("H*W"), parse_size("2*((H - 1)//2) + min(W, 7)")
-    (12, H*W, 2*((H - 1)//2) + Min(7, W))
+    (12, H*W, 2*(((H - 1)//2)) + Min(7, W))
     """
 
     def build(tree: Expression) -> sympy.Expr:
