@@ -15,7 +15,7 @@ flip                  its positions in reverse order
 ====================  ==========================================================
 
 No case treats neighbours specially. A halo that is wider than a shard comes from several ranks. An empty shard owns
-nothing, so that nobody asks for a part of it.
+nothing, so that no rank requests a part of it.
 
 :func:`make_schedule` is a pure function: from the intervals and the positions of all members it computes the
 :class:`ExchangeSchedule` of one of them, a list of copies, sends and receives. The runtime executes the schedule in the

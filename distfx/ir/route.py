@@ -10,7 +10,7 @@ so that halos are exchanged for the smaller tensor:
 5. exchange halos
 6. all-to-all: move an axis from one dim to another
 7. gather dims along axes that the target does not use there
-8. slice, and exchange halos, if only the gathers made it possible
+8. repeat steps 2 and 5 for dims that were blocked before the gathers
 9. mark the tensor as replicated
 """
 
