@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each says what was wrong, where, and what to do."""
+"""Errors and warnings for users. Each message states the problem, its place, and the remedy."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = [
 
 
 def log_to_stderr(text: str) -> None:
-    """Tell the user something on stderr, in one write: lines of several ranks must not mix."""
+    """Write one line to stderr, in a single call, so that the lines of several ranks do not mix."""
     sys.stderr.write(f"distfx: {text}\n")
     sys.stderr.flush()
 
 
 def warn(text: str, kind: type[Warning] = UserWarning) -> None:
-    """A warning that names the line of the user's program from which distfx was called."""
+    """Issue a warning that refers to the line of the user's program that called distfx."""
     inside = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
@@ -37,28 +37,29 @@ def warn(text: str, kind: type[Warning] = UserWarning) -> None:
 
 
 class DistfxError(ValueError):
-    """Something given to distfx cannot work; raised on every rank alike, before any communication."""
+    """An argument is invalid. All ranks raise the same error, before any communication."""
 
 
 class CaptureError(DistfxError):
-    """The model could not be turned into a graph."""
+    """The model cannot be captured as a graph."""
 
 
 class SizeError(DistfxError):
-    """An input has a size for which the graph at hand does not hold."""
+    """An input has a size for which the captured graph is not valid."""
 
 
 class RankMismatchError(DistfxError):
-    """The ranks were given different things (models, grids, input shapes)."""
+    """The ranks passed different arguments, such as models, grids or input shapes."""
 
 
 class CommunicationError(RuntimeError):
-    """A message did not arrive: another rank has died, hangs, or failed. Says in which layer, and which ranks."""
+    """A message did not arrive because another rank failed, hangs or has ended. Names the layer and the ranks."""
 
 
 class NonFiniteError(ArithmeticError):
-    """With ``parallelize(..., check=True)``: a layer gave nan or inf; raised on every rank alike."""
+    """A layer produced nan or inf under ``parallelize(..., check=True)``. All ranks raise it."""
 
 
 class FallbackWarning(UserWarning):
-    """Some operators have no rule, or none that applies: their inputs are gathered and every rank runs them whole."""
+    """Some operators fall back to replicated execution because no rule applies: every rank gathers their inputs and
+    executes all of their work."""

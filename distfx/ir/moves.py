@@ -1,24 +1,28 @@
-"""Moves: one communication each, turning one layout into another.
+"""Moves: each is one communication that turns one layout into another.
 
-A :class:`Move` is symbolic: it says what becomes of a layout. Bound to a shape and a place in the grid it is a pair
-of *halves*, the forward communication and its adjoint, each of which is plain data: who sends which slices to whom.
-A half is itself the adjoint of another, so one table holds the whole calculus:
+A :class:`Move` is symbolic: :meth:`Move.result` computes the layout after it. :meth:`Move.bind` fixes the shape and the
+rank and returns two *transfers*, the forward communication and its adjoint, which autograd runs in the backward pass. A
+:class:`Transfer` is plain data: the slices that this rank sends, and to whom. The adjoint of a transfer is again a
+transfer, so that one table describes all moves. :mod:`distfx.ir.layout` explains *varying*, *replicated* and *partial*.
 
-========================  ==========================  ============================
-move                      forward                     backward (its adjoint)
-========================  ==========================  ============================
-AllGather to varying      exchange                    exchange turned round, adding
-AllGather to replicated   exchange                    take the own part
-ReduceScatter             exchange turned round       exchange
-AllReduce to replicated   allreduce                   nothing
-AllReduce to varying      allreduce                   allreduce
-Slice of replicated       take the own part           exchange
-Slice of varying          take the own part           put it into zeros
-Exchange (halo, pad, ...) exchange                    exchange turned round, adding
-AllToAll                  all-to-all                  all-to-all, back
-Fan (to varying)          nothing                     allreduce
-Mask (to replicated)      nothing                     keep it on the first rank only
-========================  ==========================  ============================
+==============================  ==========================  ==========================================
+move                            forward                     backward (the adjoint)
+==============================  ==========================  ==========================================
+AllGather, to varying           exchange                    adjoint exchange
+AllGather, to replicated        exchange                    narrow to this rank's part
+ReduceScatter                   adjoint exchange            exchange
+AllReduce, to replicated        allreduce                   identity
+AllReduce, to varying           allreduce                   allreduce
+Slice, of replicated            narrow to this rank's part  exchange
+Slice, of varying               narrow to this rank's part  zero-pad to the whole
+Exchange (halo, padding, ...)   exchange                    adjoint exchange
+AllToAll                        all-to-all                  all-to-all with the two dims swapped
+ToVarying                       identity                    allreduce
+ToReplicated                    identity                    zero on all ranks but the first
+==============================  ==========================  ==========================================
+
+*Exchange* gives each rank the positions of one dim that it needs (:mod:`distfx.ir.exchange`). The *adjoint exchange*
+sends every message in the opposite direction and adds values where the exchange copies them.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ Shape = tuple[int, ...]
 
 
 class RankView(Protocol):
-    """What a move asks of the grid: coordinates and segments, seen from one rank."""
+    """The part of a grid that moves use: the coordinates and the segments of one rank."""
 
     @property
     def rank(self) -> int: ...
@@ -63,12 +67,12 @@ class RankView(Protocol):
     def members(self, axes: tuple[str, ...]) -> tuple[int, ...]: ...
 
 
-# ---------------------------------------------------------------------------------------------------- halves
+# -- transfers
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One direction of a move on one rank: from a local tensor of shape ``before`` to one of shape ``after``."""
+    """One direction of a move on one rank. It turns a local tensor of shape ``before`` into one of shape ``after``."""
 
     axes: tuple[str, ...]
     before: Shape
@@ -85,24 +89,25 @@ class Transfer:
         return 0
 
     def sent_bytes(self, itemsize: int) -> int:
+        """Bytes this rank sends, for elements of ``itemsize`` bytes."""
         return self.elements * itemsize
 
 
 @dataclass(frozen=True)
 class Identity(Transfer):
-    """The tensor stays as it is."""
+    """Returns the tensor unchanged."""
 
 
 @dataclass(frozen=True)
 class FirstRankOnly(Transfer):
-    """The tensor stays as it is on the first rank of the segment and becomes zero on the others."""
+    """Returns the tensor unchanged on the first rank of the segment (``keep``), and zeros on the others."""
 
     keep: bool
 
 
 @dataclass(frozen=True)
 class Narrow(Transfer):
-    """The part that starts at ``lo`` along ``dim``."""
+    """Returns the part of the tensor that starts at ``lo`` along ``dim``."""
 
     dim: int
     lo: int
@@ -110,7 +115,7 @@ class Narrow(Transfer):
 
 @dataclass(frozen=True)
 class ZeroPad(Transfer):
-    """Zeros, but for the tensor itself that starts at ``lo`` along ``dim``."""
+    """Returns zeros that contain the tensor from ``lo`` on along ``dim``."""
 
     dim: int
     lo: int
@@ -118,7 +123,7 @@ class ZeroPad(Transfer):
 
 @dataclass(frozen=True)
 class Reduce(Transfer):
-    """The sum over the segment."""
+    """Returns the sum of the tensors of all ranks of the segment."""
 
     ranks: int
 
@@ -132,7 +137,7 @@ class Reduce(Transfer):
 
 @dataclass(frozen=True)
 class DimExchange(Transfer):
-    """A schedule along ``dim``; turned round (``adjoint``) every arrow points the other way and copies are sums."""
+    """Executes an exchange schedule along ``dim``, or its adjoint."""
 
     dim: int
     schedule: ExchangeSchedule
@@ -141,20 +146,23 @@ class DimExchange(Transfer):
 
     @property
     def elements(self) -> int:
-        shape = self.before
-        rest = math.prod(shape[: self.dim]) * math.prod(shape[self.dim + 1 :])
-        return rest * (self.schedule.returned if self.adjoint else self.schedule.sent)
+        return self._cross_section * (self.schedule.receive_length if self.adjoint else self.schedule.send_length)
 
     @property
     def messages(self) -> int:
-        if not math.prod(self.before[: self.dim]) * math.prod(self.before[self.dim + 1 :]):
+        if not self._cross_section:
             return 0
         return len(self.schedule.receive if self.adjoint else self.schedule.send)
+
+    @property
+    def _cross_section(self) -> int:
+        """The number of elements at one position of the dim."""
+        return math.prod(self.before[: self.dim]) * math.prod(self.before[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
 class Transpose(Transfer):
-    """All-to-all: ``gather_dim`` becomes whole, ``split_dim`` is cut; member r owns the r-th of the cuts."""
+    """An all-to-all: gathers ``gather_dim`` and splits ``split_dim``. Member r has the r-th interval of the cuts."""
 
     gather_dim: int
     split_dim: int
@@ -163,7 +171,7 @@ class Transpose(Transfer):
     me: int
 
     def block_to(self, peer: int) -> Shape:
-        """The shape of what goes to ``peer``."""
+        """The shape of the block that this rank sends to ``peer``."""
         return _resized(self.before, self.split_dim, _length(self.split_cuts[peer]))
 
     @property
@@ -172,13 +180,13 @@ class Transpose(Transfer):
 
     @property
     def messages(self) -> int:
-        others = [peer for peer in range(len(self.split_cuts)) if peer != self.me]
-        return len([peer for peer in others if math.prod(self.block_to(peer)) > 0])
+        peers = [peer for peer in range(len(self.split_cuts)) if peer != self.me]
+        return len([peer for peer in peers if math.prod(self.block_to(peer)) > 0])
 
 
 @dataclass(frozen=True)
 class BoundMove:
-    """A move for one rank and one shape."""
+    """A move for one rank and one shape: the forward transfer and its adjoint."""
 
     name: str
     forward: Transfer
@@ -193,7 +201,7 @@ def _resized(shape: Shape, dim: int, extent: int) -> Shape:
     return (*shape[:dim], extent, *shape[dim + 1 :])
 
 
-# ----------------------------------------------------------------------------------------------------- moves
+# -- moves
 
 
 @dataclass(frozen=True)
@@ -204,20 +212,20 @@ class Move:
     name: ClassVar[str] = "move"
 
     def result(self, layout: Layout) -> Layout:
-        """The layout that ``layout`` becomes."""
+        """The layout after the move, from the layout before it."""
         raise NotImplementedError
 
     def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
-        """The two halves, for a tensor of global ``shape`` in ``layout`` whose part here has shape ``local``."""
+        """The two transfers for a tensor of global ``shape`` in ``layout``, if this rank's part has shape ``local``."""
         raise NotImplementedError
 
     @property
     def op(self) -> str:
-        """The name of the operator it is in a graph."""
+        """The name of the inserted operator that stands for the move in a graph."""
         return self.name
 
     def arguments(self) -> dict[str, Any]:
-        """The literal arguments with which it stands in a printed graph."""
+        """The literal arguments of the inserted operator, as a printed graph shows them."""
         return {"axis": self.axes[0] if len(self.axes) == 1 else self.axes}
 
     def __str__(self) -> str:
@@ -225,18 +233,20 @@ class Move:
 
 
 @dataclass(frozen=True)
-class _Along(Move):
+class _DimMove(Move):
+    """A move along one dim."""
+
     dim: int
 
     def arguments(self) -> dict[str, Any]:
         return {"dim": self.dim, **super().arguments()}
 
     def _bounds(self, split: Split, extent: int, grid: RankView) -> list[tuple[int, int]]:
-        """What each member of the segment owns of the dim."""
+        """The interval of the dim that each member of the segment owns."""
         bounds = (split.bounds(extent, grid.placement(rank)) for rank in grid.members(self.axes))
         return [(int(lo), int(hi)) for lo, hi in bounds]
 
-    def _halves(
+    def _exchange(
         self,
         source: Split,
         extent: int,
@@ -247,7 +257,7 @@ class _Along(Move):
         mode: str = "constant",
         fill: float = 0.0,
     ) -> tuple[DimExchange, DimExchange]:
-        """The exchange from ``source`` to ``target`` of a tensor with part ``local``, and the same turned round."""
+        """The exchange from split ``source`` to split ``target``, and its adjoint. ``local`` is this rank's shape."""
         owned = self._bounds(source, extent, grid)
         blocks = self._bounds(target, target_extent, grid)
         window = target.window or Window()
@@ -255,21 +265,21 @@ class _Along(Move):
         for block in blocks:
             lo, hi = window.need(*block)
             needed.append(source_positions(int(lo), int(hi), extent, mode))
-        plan = make_schedule(owned, needed, grid.members(self.axes).index(grid.rank))
-        after = _resized(local, self.dim, plan.length)
-        before = _resized(local, self.dim, plan.owned)
+        schedule = make_schedule(owned, needed, grid.members(self.axes).index(grid.rank))
+        after = _resized(local, self.dim, schedule.length)
+        before = _resized(local, self.dim, schedule.owned)
         return (
-            DimExchange(self.axes, before, after, self.dim, plan, False, fill),
-            DimExchange(self.axes, after, before, self.dim, plan, True),
+            DimExchange(self.axes, before, after, self.dim, schedule, False, fill),
+            DimExchange(self.axes, after, before, self.dim, schedule, True),
         )
 
-    def _minor(self, split: Split) -> Split:
-        """``split`` without this move's axes, which must be its last ones."""
+    def _without_axes(self, split: Split) -> Split:
+        """``split`` without this move's axes, which must be its minor ones."""
         assert split.axes[-len(self.axes) :] == self.axes, f"{self} of a dim split by {split.axes}"
         return replace(split, axes=split.axes[: -len(self.axes)])
 
-    def _cut(self, split: Split) -> Split:
-        """``split`` with this move's axes as its minor ones."""
+    def _with_axes(self, split: Split) -> Split:
+        """``split`` with this move's axes as minor axes."""
         return replace(split, axes=split.axes + self.axes)
 
 
@@ -278,22 +288,22 @@ def _with_state(layout: Layout, axes: tuple[str, ...], to: str) -> Layout:
 
 
 @dataclass(frozen=True)
-class AllGather(_Along):
-    """Make ``dim`` whole along ``axes``, the minor ones of those that split it."""
+class AllGather(_DimMove):
+    """Gather ``dim`` along ``axes``, which must be the minor axes that split it."""
 
     to: str = "varying"
     name: ClassVar[str] = "all_gather"
 
     def result(self, layout: Layout) -> Layout:
-        return _with_state(layout.with_dim(self.dim, self._minor(layout.dims[self.dim])), self.axes, self.to)
+        return _with_state(layout.with_dim(self.dim, self._without_axes(layout.dims[self.dim])), self.axes, self.to)
 
     def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         split, extent = replace(layout.dims[self.dim], window=None), shape[self.dim]
-        gather, back = self._halves(split, extent, self._minor(split), extent, local, grid)
+        gather, adjoint = self._exchange(split, extent, self._without_axes(split), extent, local, grid)
         if self.to == "varying":
-            return BoundMove(self.name, gather, back)
+            return BoundMove(self.name, gather, adjoint)
         lo, _ = split.bounds(extent, grid.placement())
-        start, _ = self._minor(split).bounds(extent, grid.placement())
+        start, _ = self._without_axes(split).bounds(extent, grid.placement())
         return BoundMove(self.name, gather, Narrow(self.axes, gather.after, gather.before, self.dim, int(lo - start)))
 
     def arguments(self) -> dict[str, Any]:
@@ -301,27 +311,27 @@ class AllGather(_Along):
 
 
 @dataclass(frozen=True)
-class ReduceScatter(_Along):
-    """Add up the partial sums over ``axes`` and split ``dim`` by them, as its minor axes."""
+class ReduceScatter(_DimMove):
+    """Add the partial sums over ``axes`` and split ``dim`` by these axes, as its minor ones."""
 
     name: ClassVar[str] = "reduce_scatter"
 
     def result(self, layout: Layout) -> Layout:
-        assert set(self.axes) <= layout.partial, f"{self} of {layout}, which is no sum over {self.axes}"
-        settled = replace(layout, partial=layout.partial - set(self.axes))
-        return settled.with_dim(self.dim, self._cut(layout.dims[self.dim]))
+        assert set(self.axes) <= layout.partial, f"{self} of {layout}, which is not a partial sum over {self.axes}"
+        total = replace(layout, partial=layout.partial - set(self.axes))
+        return total.with_dim(self.dim, self._with_axes(layout.dims[self.dim]))
 
     def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         whole, extent = layout.dims[self.dim], shape[self.dim]
-        split = self._cut(whole)
+        split = self._with_axes(whole)
         lo, hi = split.bounds(extent, grid.placement())
-        gather, back = self._halves(split, extent, whole, extent, _resized(local, self.dim, int(hi - lo)), grid)
-        return BoundMove(self.name, back, gather)
+        gather, scatter = self._exchange(split, extent, whole, extent, _resized(local, self.dim, int(hi - lo)), grid)
+        return BoundMove(self.name, scatter, gather)
 
 
 @dataclass(frozen=True)
 class AllReduce(Move):
-    """Add up the partial sums over ``axes``."""
+    """Add the partial sums over ``axes``."""
 
     to: str = "replicated"
     name: ClassVar[str] = "all_reduce"
@@ -330,50 +340,50 @@ class AllReduce(Move):
         return _with_state(replace(layout, partial=layout.partial - set(self.axes)), self.axes, self.to)
 
     def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
-        half = Reduce(self.axes, local, local, len(grid.members(self.axes)))
-        return BoundMove(self.name, half, half if self.to == "varying" else Identity(self.axes, local, local))
+        reduce = Reduce(self.axes, local, local, len(grid.members(self.axes)))
+        return BoundMove(self.name, reduce, reduce if self.to == "varying" else Identity(self.axes, local, local))
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | ({"to": self.to} if self.to != "replicated" else {})
 
 
 @dataclass(frozen=True)
-class Slice(_Along):
-    """Take this rank's part of ``dim`` along ``axes``, which become its minor axes. Going forward nothing is sent."""
+class Slice(_DimMove):
+    """Take this rank's part of ``dim`` along ``axes``, which become its minor axes. The forward pass sends nothing."""
 
     of: str = "replicated"
     unit: Size = 1
     name: ClassVar[str] = "slice"
 
-    def _cut(self, split: Split) -> Split:
+    def _with_axes(self, split: Split) -> Split:
         return replace(split, axes=split.axes + self.axes, unit=self.unit)
 
     def result(self, layout: Layout) -> Layout:
         base = replace(layout, varying=layout.varying - set(self.axes))
-        return base.with_dim(self.dim, self._cut(layout.dims[self.dim]))
+        return base.with_dim(self.dim, self._with_axes(layout.dims[self.dim]))
 
     def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         whole, extent = layout.dims[self.dim], shape[self.dim]
-        split = self._cut(whole)
+        split = self._with_axes(whole)
         lo, hi = split.bounds(extent, grid.placement())
         start, _ = whole.bounds(extent, grid.placement())
         part = _resized(local, self.dim, int(hi - lo))
-        take = Narrow(self.axes, local, part, self.dim, int(lo - start))
+        narrow = Narrow(self.axes, local, part, self.dim, int(lo - start))
         if self.of == "varying":
-            return BoundMove(self.name, take, ZeroPad(self.axes, part, local, self.dim, take.lo))
-        gather, _ = self._halves(split, extent, whole, extent, part, grid)
-        return BoundMove(self.name, take, gather)
+            return BoundMove(self.name, narrow, ZeroPad(self.axes, part, local, self.dim, narrow.lo))
+        gather, _ = self._exchange(split, extent, whole, extent, part, grid)
+        return BoundMove(self.name, narrow, gather)
 
     def arguments(self) -> dict[str, Any]:
         return super().arguments() | ({"of": self.of} if self.of != "replicated" else {})
 
 
 @dataclass(frozen=True)
-class Exchange(_Along):
+class Exchange(_DimMove):
     """Give each rank the interval of ``dim`` that its block of the target needs: halo, padding, crop, repartition.
 
-    ``target`` is how the dim is split afterwards, with the window of what each block needs; ``extent`` is the extent
-    that the target's blocks partition. Out of range positions are read as ``mode`` says, or hold ``fill``.
+    ``target`` is the split of the dim after the move, with the window that each block needs. The blocks partition
+    ``extent``. Positions outside of the dim are read according to the padding ``mode``, or hold the value ``fill``.
     """
 
     target: Split
@@ -386,24 +396,24 @@ class Exchange(_Along):
         return layout.with_dim(self.dim, self.target)
 
     def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
-        assert isinstance(self.extent, int), "bind an exchange with a number for its extent"
+        assert isinstance(self.extent, int), "the extent of an exchange must be a number before it is bound"
         source = layout.dims[self.dim]
-        halves = self._halves(
+        forward, adjoint = self._exchange(
             source, shape[self.dim], self.target, self.extent, local, grid, mode=self.mode, fill=self.fill
         )
-        return BoundMove(self.name, *halves)
+        return BoundMove(self.name, forward, adjoint)
 
     def arguments(self) -> dict[str, Any]:
         window = self.target.window
-        words: dict[str, Any] = super().arguments()
+        arguments: dict[str, Any] = super().arguments()
         if window:
-            words |= {"lo": window.lo, "hi": window.hi}
-            words |= {"stride": window.mul} if window.mul != 1 else {}
-            words |= {"div": window.div} if window.div != 1 else {}
+            arguments |= {"lo": window.lo, "hi": window.hi}
+            arguments |= {"stride": window.mul} if window.mul != 1 else {}
+            arguments |= {"div": window.div} if window.div != 1 else {}
         else:
-            words |= {"split": str(self.target).lstrip("/")}
-        words |= {"mode": self.mode} if self.mode != "constant" else {}
-        return words | ({"fill": self.fill} if self.fill else {})
+            arguments |= {"split": str(self.target).lstrip("/")}
+        arguments |= {"mode": self.mode} if self.mode != "constant" else {}
+        return arguments | ({"fill": self.fill} if self.fill else {})
 
     @property
     def op(self) -> str:
@@ -412,7 +422,7 @@ class Exchange(_Along):
 
 @dataclass(frozen=True)
 class AllToAll(Move):
-    """Move ``axes`` from splitting ``gather_dim`` to splitting ``split_dim``, as minor axes of both."""
+    """Gather ``gather_dim`` along ``axes`` and split ``split_dim`` by them. They are minor axes of both."""
 
     gather_dim: int
     split_dim: int
@@ -421,9 +431,9 @@ class AllToAll(Move):
     def result(self, layout: Layout) -> Layout:
         split = layout.dims[self.gather_dim]
         assert split.axes[-len(self.axes) :] == self.axes
-        freed = layout.with_dim(self.gather_dim, replace(split, axes=split.axes[: -len(self.axes)]))
-        taken = freed.dims[self.split_dim]
-        return freed.with_dim(self.split_dim, replace(taken, axes=taken.axes + self.axes))
+        gathered = layout.with_dim(self.gather_dim, replace(split, axes=split.axes[: -len(self.axes)]))
+        target = gathered.dims[self.split_dim]
+        return gathered.with_dim(self.split_dim, replace(target, axes=target.axes + self.axes))
 
     def bind(self, layout: Layout, shape: Shape, local: Shape, grid: RankView) -> BoundMove:
         after = self.result(layout)
@@ -452,7 +462,7 @@ class AllToAll(Move):
 
 @dataclass(frozen=True)
 class ToVarying(Move):
-    """From here on each rank uses the tensor its own way: its gradient is summed over ``axes``."""
+    """Mark a replicated tensor as varying: the ranks along ``axes`` use it differently, so its gradient is summed."""
 
     name: ClassVar[str] = "to_varying"
 
@@ -466,7 +476,8 @@ class ToVarying(Move):
 
 @dataclass(frozen=True)
 class ToReplicated(Move):
-    """From here on all ranks along ``axes`` do the same with the tensor: only one of them gives the gradient."""
+    """Mark a varying tensor as replicated: the ranks along ``axes`` use it identically, so only one of their gradients
+    counts."""
 
     name: ClassVar[str] = "to_replicated"
 

@@ -1,4 +1,4 @@
-"""Small questions about nodes of a graph."""
+"""Helpers that read nodes of a graph."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ aten = torch.ops.aten
 
 
 def operator_of(node: Node) -> Any:
-    """The operator that a call runs, also where it keeps one of several results."""
+    """The operator that a node calls, also if the node keeps only one of its outputs."""
     return node.target.op if isinstance(node.target, OpOutput) else node.target
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an ATen call by name, defaults filled in."""
+    """The arguments of an ATen call by name, defaults included."""
     target = operator_of(node)
     assert isinstance(target, torch._ops.OpOverload)
     schema = target._schema.arguments
-    given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
-    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+    values = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    return {a.name: values.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
 
 
 def describe(node: Node) -> str:
-    """A node as its user knows it: operator, module path, source line."""
+    """The name, the module path and the source line of a node, for messages to users."""
     path, source = Meta.path.get(node), Meta.source.get(node)
     where = f" in {path}" if path else ""
     line = f" ({source[0]}:{source[1]}: {source[2]})" if source else ""
@@ -39,7 +39,7 @@ def describe(node: Node) -> str:
 
 
 def is_empty(node: Node) -> bool:
-    """Whether ATen may refuse a bound call because its result, or an operand that it sums over, is empty here."""
+    """Whether ATen may reject a bound call because its output, or an operand it contracts, is empty on this rank."""
     if not Meta.refuses_empty.get(node) or not Meta.local_shape.is_set(node):
         return False
     shapes = [meta(node).local_shape]

@@ -1,7 +1,8 @@
 """The operators that distfx inserts into a graph.
 
-A rewritten graph names them with literal arguments, so that it prints as a person would explain it. It is symbolic:
-before it runs, ``bind`` replaces each by what it means for one shape on one rank. Hence they only say so when called.
+A rewritten graph calls them with literal arguments, so that the printed graph explains itself. They are symbolic: for
+each input shape and rank, the ``bind`` and ``link`` passes replace them by functions that run. To call one directly is
+an error.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ __all__ = ["LocalPart", "LocalSize", "LocalStart", "OpOutput", "inserted", "is_i
 
 @dataclass(frozen=True)
 class LocalSize:
-    """The size of this rank's part of a dim, as an argument in a graph: ``N/n``."""
+    """The size of this rank's part of a dim, as a symbolic argument: it prints as ``N/n``."""
 
     extent: Size
     split: Split
 
     def at(self, coords: Coords) -> Size:
+        """The value at these coordinates."""
         lo, hi = self.split.bounds(self.extent, coords)
         return hi - lo
 
@@ -37,7 +39,7 @@ class LocalSize:
 
 @dataclass(frozen=True)
 class LocalStart(LocalSize):
-    """Where this rank's part of a dim starts in the whole: ``start(H/h)``; or a multiple of that, shifted."""
+    """The first position of this rank's part of a dim, scaled and shifted: it prints as ``2*start(H/h)-1``."""
 
     stride: int = 1
     shift: int = 0
@@ -52,16 +54,16 @@ class LocalStart(LocalSize):
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The number of this rank's part among those that ``axes`` make, as an argument in a graph: ``part(n,c)``."""
+    """The index of this rank among the parts into which ``axes`` split a tensor: it prints as ``part(n,c)``."""
 
     axes: tuple[str, ...]
 
     def at(self, coords: Coords) -> Size:
-        number: Size = 0
+        part: Size = 0
         for axis in self.axes:
             index, size = coords[axis]
-            number = number * size + index
-        return number
+            part = part * size + index
+        return part
 
     def __repr__(self) -> str:
         return f"part({','.join(self.axes)})"
@@ -69,7 +71,7 @@ class LocalPart:
 
 @dataclass(frozen=True)
 class OpOutput:
-    """One result of an operator that has several, as a call of its own: ``topk.0``. Linking shares the work."""
+    """One output of an operator with several, as a separate call: ``topk.0``. Linking merges these calls."""
 
     op: Callable[..., Any]
     index: int
@@ -83,13 +85,13 @@ class OpOutput:
 
 
 OWN_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Maps each operator that stands for a model's own autograd function to the function it calls.
+"""Maps each operator that represents a user's autograd function to the function that it calls.
 
 Filled by :mod:`distfx.passes.capture.autograd_functions`."""
 
 
 def on_device(arguments: Any, device: torch.device | None = None) -> Any:
-    """The arguments of a call, made on ``device`` wherever they name one; without it, on any of its kind."""
+    """The arguments of a call, with every device in them replaced by ``device``, or else stripped of its index."""
 
     def replace(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -103,13 +105,13 @@ _SYMBOLIC: set[Callable[..., Any]] = set()
 
 
 def is_inserted(target: Any) -> bool:
-    """Whether ``target`` is one of the operators below, which have no kernel until they are linked."""
+    """Whether ``target`` is one of the operators below, which cannot run before they are linked."""
     return target in _SYMBOLIC
 
 
 def _symbolic(name: str, doc: str) -> Callable[..., Any]:
     def op(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"distfx.{name} is symbolic: call the parallel module, which binds the graph to a shape")
+        raise RuntimeError(f"distfx.{name} is symbolic and cannot run: call the parallel module, which binds the graph")
 
     op.__name__ = op.__qualname__ = name
     op.__doc__ = doc
@@ -117,41 +119,43 @@ def _symbolic(name: str, doc: str) -> Callable[..., Any]:
     return op
 
 
-halo = _symbolic("halo", "Fetch what the blocks of a split dim need of their neighbours.")
-exchange = _symbolic("exchange", "Partition a split dim in another way.")
-all_gather = _symbolic("all_gather", "Make a split dim whole.")
-reduce_scatter = _symbolic("reduce_scatter", "Add up partial sums and split a dim.")
-all_reduce = _symbolic("all_reduce", "Add up partial sums.")
-slice = _symbolic("slice", "Take this rank's part.")
-all_to_all = _symbolic("all_to_all", "Split another dim.")
-to_varying = _symbolic("to_varying", "Use a replicated tensor in different ways: its gradient is summed.")
-to_replicated = _symbolic("to_replicated", "Use a tensor in the same way everywhere: its gradient counts once.")
-refresh = _symbolic("refresh", "Make a buffer whole again of which each rank wrote its part.")
-add_bias = _symbolic("add_bias", "Add a bias along dim 1, once, after the sum over channels.")
-batch_norm = _symbolic("batch_norm", "Batch norm in training, with the statistics of the whole batch.")
-conv_transpose = _symbolic("conv_transpose", "The block of a transposed convolution's output that starts at `start`.")
-avg_pool = _symbolic("avg_pool", "The block of an average pooling's output, dividing by global window counts.")
-adaptive_pool = _symbolic("adaptive_pool", "The block of an adaptive pooling's output that starts at `start`.")
-max_pool_index = _symbolic(
-    "max_pool_index", "Where in the whole the windows of this block have their greatest element."
+halo = _symbolic("halo", "Fetch the positions of a split dim that this rank's window needs from other ranks.")
+exchange = _symbolic("exchange", "Change the partition of a split dim.")
+all_gather = _symbolic("all_gather", "Gather a split dim.")
+reduce_scatter = _symbolic("reduce_scatter", "Add partial sums and split a dim.")
+all_reduce = _symbolic("all_reduce", "Add partial sums.")
+slice = _symbolic("slice", "Take this rank's part of a dim.")
+all_to_all = _symbolic("all_to_all", "Gather one dim and split another.")
+to_varying = _symbolic("to_varying", "Mark a tensor as used differently by each rank: its gradient is summed.")
+to_replicated = _symbolic("to_replicated", "Mark a tensor as used identically by all ranks: its gradient counts once.")
+refresh = _symbolic("refresh", "Gather a replicated buffer after each rank updated its part of it.")
+add_bias = _symbolic("add_bias", "Add a bias along dim 1, once, after the partial sums over channels are added.")
+batch_norm = _symbolic("batch_norm", "Batch norm in train mode, with the statistics of the global batch.")
+conv_transpose = _symbolic(
+    "conv_transpose", "This rank's block of the output of a transposed convolution, from `start` on."
 )
-causal_attention = _symbolic("causal_attention", "Attention of the queries from `start` on to all before them.")
-norm = _symbolic("norm", "Standardise with statistics of the whole tensor, scale and shift.")
-dropout = _symbolic("dropout", "Dropout: equal parts of the mask are drawn alike, others independently.")
-draw = _symbolic("draw", "Random numbers: equal parts are drawn alike, others independently.")
-resample = _symbolic("resample", "The block of an interpolation's output that starts at `start`.")
-add_blocks = _symbolic("add_blocks", "A concatenation along a split dim: parts that are zero elsewhere, added.")
-reduce = _symbolic("reduce", "A reduction of a split dim that only small values are sent for.")
-pick_class = _symbolic("pick_class", "At each position the value of the class that the target names.")
-class_weights = _symbolic("class_weights", "At each position the weight of its target's class; zero where ignored.")
-straight = _symbolic("straight", "The second operand's values with the first one's gradient: a write under no_grad.")
-mean = _symbolic("mean", "A sum divided by the global count: over a split dim a partial sum of the mean.")
-halo_convolution = _symbolic("halo_convolution", "A halo exchange and its convolution: the interior is computed first.")
-activate_in_place = _symbolic("activate_in_place", "An activation written over its operand, and its gradient likewise.")
-add_into = _symbolic("add_into", "A sum written over its first operand.")
-to_memory_format = _symbolic("to_memory_format", "The same tensor, stored channels last or channels first.")
+avg_pool = _symbolic("avg_pool", "This rank's block of the output of average pooling, divided by global window sizes.")
+adaptive_pool = _symbolic("adaptive_pool", "This rank's block of the output of adaptive pooling, from `start` on.")
+max_pool_index = _symbolic("max_pool_index", "The global positions of the maxima of max pooling.")
+causal_attention = _symbolic("causal_attention", "Causal attention for the queries from `start` on.")
+norm = _symbolic("norm", "Normalise with the statistics of the global tensor, scale and shift.")
+dropout = _symbolic("dropout", "Dropout: replicas draw identical masks, shards draw independent ones.")
+draw = _symbolic("draw", "Random numbers: replicas draw identical ones, shards draw independent ones.")
+resample = _symbolic("resample", "This rank's block of the output of an interpolation, from `start` on.")
+add_blocks = _symbolic("add_blocks", "A concatenation along a split dim, as a sum of zero-padded parts.")
+reduce = _symbolic("reduce", "A reduction over a split dim that sends only the reduced values of each rank.")
+pick_class = _symbolic("pick_class", "At each position, the value of the target's class.")
+class_weights = _symbolic("class_weights", "At each position, the weight of the target's class; zero if it is ignored.")
+straight = _symbolic(
+    "straight", "The values of the second operand with the gradient of the first: an in-place write under no_grad."
+)
+mean = _symbolic("mean", "A sum divided by the global count. Over a split dim it is a partial sum of the mean.")
+halo_convolution = _symbolic("halo_convolution", "A halo exchange that overlaps with the convolution of the interior.")
+activate_in_place = _symbolic("activate_in_place", "An activation in place, with its gradient in place, too.")
+add_into = _symbolic("add_into", "A sum, written into its first operand.")
+to_memory_format = _symbolic("to_memory_format", "The same tensor in another memory format.")
 
 
 def inserted(name: str) -> Callable[..., Any]:
-    """The operator called ``name``."""
+    """The inserted operator called ``name``."""
     return globals()[name]

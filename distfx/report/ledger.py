@@ -1,8 +1,16 @@
-"""The ledger: every byte and message that the moves of this rank send, by node, axis and phase.
+"""The ledger: the bytes and messages that the moves of this rank send, by node, axis and phase.
 
-Bytes are what this rank sends. Point-to-point messages count as sent; gathers and reduce-scatters are the (p-1)
-shards that leave this rank; an allreduce of m bytes counts by the ring convention, ``2 (p-1)/p m``. The few bytes by
-which ranks check that they were given the same shapes are not data and are not counted.
+=======================  ====================================================
+communication            bytes counted on each rank
+=======================  ====================================================
+point-to-point message   its size
+all-gather               the p-1 shards that this rank sends
+reduce-scatter           the p-1 output shards that this rank sends
+allreduce of m bytes     ``2 (p-1)/p m``, the volume of the ring algorithm
+=======================  ====================================================
+
+Here p is the number of ranks of the segment. The ledger does not count the few bytes with which ranks check that they
+received the same shapes, because these are not data of the model.
 """
 
 from __future__ import annotations
@@ -16,7 +24,7 @@ __all__ = ["Entry", "Ledger", "is_open", "record", "record_comm"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One communication as it ran."""
+    """One communication that was executed."""
 
     node: str
     move: str
@@ -28,7 +36,7 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """What was communicated while it was open.
+    """The communications that were executed inside a :func:`record_comm` block.
 
     >>> with record_comm() as ledger:
     ...     record("conv1", "halo", ("h",), "forward", 1024, 2)
@@ -44,7 +52,7 @@ class Ledger:
                 yield row
 
     def bytes(self, axis: str | None = None, phase: str | None = None, node: str | None = None) -> int:
-        """Bytes this rank sent, all of them or those of one axis, phase (``"forward"``, ``"backward"``) or node."""
+        """Bytes this rank sent: all of them, or those of one axis, phase (``"forward"``, ``"backward"``) or node."""
         return sum(row.bytes for row in self._select(node, axis, phase))
 
     def messages(self, axis: str | None = None, phase: str | None = None, node: str | None = None) -> int:
@@ -63,7 +71,7 @@ _open: list[Ledger] = []
 
 @contextmanager
 def record_comm() -> Iterator[Ledger]:
-    """Count what this rank sends while the block runs. Blocks nest."""
+    """Record the communications of this rank in a new ledger while the block runs. Blocks may be nested."""
     ledger = Ledger()
     _open.append(ledger)
     try:
@@ -73,12 +81,12 @@ def record_comm() -> Iterator[Ledger]:
 
 
 def is_open() -> bool:
-    """Whether anybody counts."""
+    """Whether any ledger is recording."""
     return bool(_open)
 
 
 def record(node: str, move: str, axes: tuple[str, ...], phase: str, nbytes: int, messages: int) -> None:
-    """Enter one communication into every open ledger. Nothing is entered for one that sent nothing."""
+    """Append one communication to every open ledger, unless it sent nothing."""
     if _open and (nbytes or messages):
         entry = Entry(node, move, "*".join(axes), phase, nbytes, messages)
         for ledger in _open:

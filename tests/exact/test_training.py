@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import distfx
-from distfx.runtime.autograd import transfers as halves
+from distfx.runtime.autograd import transfers
 from distfx.runtime.comm import transport
 
 
@@ -277,7 +277,7 @@ def autocast_of_nothing() -> tuple[set[torch.dtype], torch.dtype, float]:
         sent.add(tensor.dtype)
         return transport.all_reduce(segment, tensor, op)
 
-    with torch.autocast("cpu", dtype=torch.bfloat16), patch.object(halves, "all_reduce", noted):
+    with torch.autocast("cpu", dtype=torch.bfloat16), patch.object(transfers, "all_reduce", noted):
         y, want = net(torch.ones(2, 3, 2, 8)), model(torch.ones(2, 3, 2, 8))
     y.float().sum().backward()
     return sent, y.dtype, relative(y.float(), want.float())

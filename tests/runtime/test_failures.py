@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import distfx
-from distfx.runtime.autograd import transfers as halves
+from distfx.runtime.autograd import transfers
 from distfx.runtime.autograd.moves import RunMove
 from distfx.runtime.comm import failure
 from distfx.runtime.kernels import halo_convolution as halo_conv
@@ -465,20 +465,20 @@ def error_in_a_move(kind: str) -> tuple[str, str, tuple[str, ...]]:
     net = distfx.parallelize(Net(), distfx.Grid(h=2))
     x = torch.randn(2, 3, 8, 8)
     net(x)
-    before = halves.send_receive, halo_conv.send_receive
+    before = transfers.send_receive, halo_conv.send_receive
 
     def fails(*_: Any) -> Any:
         if kind == "gloo":
             raise RuntimeError("[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer")
         raise torch.OutOfMemoryError("no memory for 3 bytes")
 
-    halves.send_receive = halo_conv.send_receive = fails
+    transfers.send_receive = halo_conv.send_receive = fails
     try:
         net(x)
     except Exception as error:
         return type(error).__name__, str(error), tuple(getattr(error, "__notes__", ()))
     finally:
-        halves.send_receive, halo_conv.send_receive = before
+        transfers.send_receive, halo_conv.send_receive = before
         failure._broken = False
     raise AssertionError("no error")
 

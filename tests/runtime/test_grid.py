@@ -1,4 +1,4 @@
-"""The grid: how it is made, what its segments are, and the errors of those who get it wrong."""
+"""The grid: the ways to create one, its segments, and the errors for invalid arguments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from support.ranks import over, run, run_raises
 from torch.distributed.device_mesh import init_device_mesh
 
 import distfx
-from distfx import grid as grids
 from distfx.errors import DistfxError
 from distfx.grid import AXES, Grid
 from distfx.runtime.comm.agreement import agree, host_group
+from distfx.runtime.comm.groups import _groups
 
 # -- without processes
 
@@ -226,6 +226,10 @@ def make(sizes: Any) -> str:
     return repr(Grid.of(sizes))
 
 
+def parse(text: Any) -> str:
+    return repr(Grid.parse(text))
+
+
 def mesh_of_parameters(text: str) -> tuple[tuple[str, ...], list[Any], list[tuple[int, ...]], bool]:
     grid = Grid.parse(text)
     mesh = grid.parameter_mesh
@@ -260,8 +264,10 @@ def part_of_the_world() -> None:
     [
         (2, make, ({"n": 4},), ["Grid(n=4) needs 4 ranks, but 2 were started", "torchrun --nproc-per-node 4"]),
         (2, make, ("n1",), ["needs 1 rank,", "2 were started"]),
-        (2, make, ({"n": 3, "h": -1},), ["n=3 takes 3 ranks", "do not divide the 2 started"]),
+        (2, make, ({"n": 3, "h": -1},), ["n=3 needs a multiple of 3 ranks", "2 were started"]),
         (2, make, ({"y": 2},), ["unknown axis 'y'"]),
+        (2, parse, (5,), ["a grid is written as text such as 'n2c2h2', not as int"]),
+        (2, parse, ("n" + "9" * 5000,), ["axis n has more than"]),
         (1, make, ("n2",), ["Grid(n=2) needs 2 ranks, but 1 was started"]),
         (4, mesh_of, ((2, 2), ("dp", "tp")), ["named after the axes", "('dp', 'tp')", "mesh_dim_names"]),
         (4, mesh_of, ((2, 2), None), ["named after the axes", "None"]),
@@ -359,10 +365,10 @@ def test_axes_are_named() -> None:
 
 
 def after_another_group() -> tuple[bool, bool]:
-    """Whether meshes of a process group that is gone are made anew, and kept then."""
+    """Whether a new default process group replaces the cached meshes of the previous one, once."""
     grid = Grid(h=2)
     before = grid.mesh
-    with patch.object(grids, "_world", object()):  # as if another had been there until now
+    with patch.object(_groups, "world", object()):  # as if the cache belonged to another process group
         after = grid.mesh
         return after is not before, grid.mesh is after
 

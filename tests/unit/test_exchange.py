@@ -1,4 +1,4 @@
-"""The exchange, all members in one process: against indexing the whole, and its adjoint against the transpose."""
+"""The exchange, with all members in one process: it equals indexing the whole dim, and its adjoint the transpose."""
 
 import itertools
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distfx.ir.exchange import FILL, PAD_MODES, ExchangeSchedule, Message, make_schedule, source_positions
+from distfx.ir.exchange import PAD_MODES, PADDING, ExchangeSchedule, Selection, make_schedule, source_positions
 from distfx.ir.layout import Split, Window
 
 Interval = tuple[int, int]
@@ -17,14 +17,14 @@ Interval = tuple[int, int]
 
 @st.composite
 def partitions(draw: st.DrawFn, extent: int, members: int) -> list[Interval]:
-    """Any cut of ``[0, extent)`` into intervals in order, empty ones too."""
+    """Any partition of ``[0, extent)`` into intervals in order, some of them empty."""
     cuts = sorted(draw(st.lists(st.integers(0, extent), min_size=members - 1, max_size=members - 1)))
     return list(itertools.pairwise([0, *cuts, extent]))
 
 
 @st.composite
 def exchanges(draw: st.DrawFn) -> tuple[int, list[Interval], list[np.ndarray]]:
-    """Any owners and any needs: intervals, or positions in any order, repeated, with padding between them."""
+    """Any owners, and any needed positions: intervals, or positions in any order, repeated, mixed with padding."""
     extent, members = draw(st.integers(1, 20)), draw(st.integers(1, 5))
     owned = draw(partitions(extent, members))
     owned = draw(st.permutations(owned))
@@ -34,41 +34,41 @@ def exchanges(draw: st.DrawFn) -> tuple[int, list[Interval], list[np.ndarray]]:
             lo = draw(st.integers(0, extent))
             positions = list(range(lo, draw(st.integers(lo, extent))))
         else:
-            positions = draw(st.lists(st.integers(FILL, extent - 1), max_size=25))
+            positions = draw(st.lists(st.integers(PADDING, extent - 1), max_size=25))
         needed.append(np.array(positions, dtype=np.int64))
     return extent, owned, needed
 
 
-def spots(message: Message) -> list[int]:
-    """A message's positions, however it holds them."""
-    if message.runs is not None:
-        return [i for first, length in message.runs for i in range(first, first + length)]
-    assert message.positions is not None
-    return list(message.positions)
+def positions_of(selection: Selection) -> list[int]:
+    """The positions of a selection, from its runs or its list."""
+    if selection.runs is not None:
+        return [i for first, length in selection.runs for i in range(first, first + length)]
+    assert selection.positions is not None
+    return list(selection.positions)
 
 
-def forward(plans: list[ExchangeSchedule], shards: list[np.ndarray], fill: float = 0.0) -> list[np.ndarray]:
-    """Every member's result: copies, messages, padding; each position of it is written once."""
+def forward(schedules: list[ExchangeSchedule], shards: list[np.ndarray], fill: float = 0.0) -> list[np.ndarray]:
+    """The result of every member, from copies, messages and padding."""
     results = []
-    for me, plan in enumerate(plans):
-        result = np.full(plan.length, np.nan)
-        result[spots(plan.keep[1])] = shards[me][spots(plan.keep[0])]
-        for peer, places in plan.receive:
-            (sent,) = [message for to, message in plans[peer].send if to == me]
-            result[spots(places)] = shards[peer][spots(sent)]
-        result[spots(plan.fill)] = fill
+    for me, schedule in enumerate(schedules):
+        result = np.full(schedule.length, np.nan)
+        result[positions_of(schedule.keep[1])] = shards[me][positions_of(schedule.keep[0])]
+        for peer, places in schedule.receive:
+            (sent,) = [message for to, message in schedules[peer].send if to == me]
+            result[positions_of(places)] = shards[peer][positions_of(sent)]
+        result[positions_of(schedule.fill)] = fill
         results.append(result)
     return results
 
 
-def backward(plans: list[ExchangeSchedule], grads: list[np.ndarray]) -> list[np.ndarray]:
-    """The same with every arrow turned and copies turned into sums."""
-    results = [np.zeros(plan.owned) for plan in plans]
-    for me, plan in enumerate(plans):
-        np.add.at(results[me], spots(plan.keep[0]), grads[me][spots(plan.keep[1])])
-        for peer, places in plan.receive:
-            (sent,) = [message for to, message in plans[peer].send if to == me]
-            np.add.at(results[peer], spots(sent), grads[me][spots(places)])
+def backward(schedules: list[ExchangeSchedule], grads: list[np.ndarray]) -> list[np.ndarray]:
+    """The adjoint: every message in the opposite direction, sums in place of copies."""
+    results = [np.zeros(schedule.owned) for schedule in schedules]
+    for me, schedule in enumerate(schedules):
+        np.add.at(results[me], positions_of(schedule.keep[0]), grads[me][positions_of(schedule.keep[1])])
+        for peer, places in schedule.receive:
+            (sent,) = [message for to, message in schedules[peer].send if to == me]
+            np.add.at(results[peer], positions_of(sent), grads[me][positions_of(places)])
     return results
 
 
@@ -77,24 +77,24 @@ def make(owned: list[Interval], needed: list[np.ndarray]) -> list[ExchangeSchedu
 
 
 def check(extent: int, owned: list[Interval], needed: list[np.ndarray]) -> list[ExchangeSchedule]:
-    """Both directions of an exchange against plain indexing of the whole."""
-    plans = make(owned, needed)
+    """Compare both directions of an exchange with indexing the whole dim."""
+    schedules = make(owned, needed)
     x = np.arange(1.0, extent + 1)
-    for have, positions in zip(forward(plans, [x[lo:hi] for lo, hi in owned], -7.0), needed, strict=True):
-        np.testing.assert_array_equal(have, np.where(positions == FILL, -7.0, x[positions]))
+    for result, positions in zip(forward(schedules, [x[lo:hi] for lo, hi in owned], -7.0), needed, strict=True):
+        np.testing.assert_array_equal(result, np.where(positions == PADDING, -7.0, x[positions]))
     rng = np.random.default_rng(0)
     grads = [rng.integers(-9, 9, len(positions)).astype(float) for positions in needed]
     whole = np.zeros(extent)
     for grad, positions in zip(grads, needed, strict=True):
-        np.add.at(whole, positions[positions != FILL], grad[positions != FILL])
-    for have, (lo, hi) in zip(backward(plans, grads), owned, strict=True):
-        np.testing.assert_array_equal(have, whole[lo:hi])
-    return plans
+        np.add.at(whole, positions[positions != PADDING], grad[positions != PADDING])
+    for result, (lo, hi) in zip(backward(schedules, grads), owned, strict=True):
+        np.testing.assert_array_equal(result, whole[lo:hi])
+    return schedules
 
 
 @settings(deadline=None, max_examples=400)
 @given(exchanges())
-def test_every_member_gets_what_it_needs_and_gives_its_gradient_back(
+def test_every_member_receives_its_positions_and_returns_their_gradient(
     exchange: tuple[int, list[Interval], list[np.ndarray]],
 ) -> None:
     check(*exchange)
@@ -104,15 +104,15 @@ def test_every_member_gets_what_it_needs_and_gives_its_gradient_back(
 @given(exchanges())
 def test_adjoint_is_the_transpose(exchange: tuple[int, list[Interval], list[np.ndarray]]) -> None:
     extent, owned, needed = exchange
-    plans = make(owned, needed)
-    lengths, sizes = [plan.length for plan in plans], [hi - lo for lo, hi in owned]
-    assert sizes == [plan.owned for plan in plans]
+    schedules = make(owned, needed)
+    lengths, sizes = [schedule.length for schedule in schedules], [hi - lo for lo, hi in owned]
+    assert sizes == [schedule.owned for schedule in schedules]
 
     def split(flat: np.ndarray, parts: list[int]) -> list[np.ndarray]:
         return np.split(flat, np.cumsum(parts)[:-1])
 
-    columns = [np.concatenate(forward(plans, split(unit, sizes))) for unit in np.eye(extent)]
-    rows = [np.concatenate(backward(plans, split(unit, lengths))) for unit in np.eye(sum(lengths))]
+    columns = [np.concatenate(forward(schedules, split(unit, sizes))) for unit in np.eye(extent)]
+    rows = [np.concatenate(backward(schedules, split(unit, lengths))) for unit in np.eye(sum(lengths))]
     matrix = np.stack(columns, 1)
     transpose = np.stack(rows, 1) if rows else np.zeros((extent, 0))
     np.testing.assert_array_equal(matrix.T, transpose)
@@ -122,49 +122,49 @@ def test_adjoint_is_the_transpose(exchange: tuple[int, list[Interval], list[np.n
 @given(exchanges())
 def test_sends_match_receives(exchange: tuple[int, list[Interval], list[np.ndarray]]) -> None:
     _, owned, needed = exchange
-    plans = make(owned, needed)
-    for a, b in itertools.product(range(len(plans)), repeat=2):
-        sent = [m for peer, m in plans[a].send if peer == b]
-        received = [m for peer, m in plans[b].receive if peer == a]
+    schedules = make(owned, needed)
+    for a, b in itertools.product(range(len(schedules)), repeat=2):
+        sent = [m for peer, m in schedules[a].send if peer == b]
+        received = [m for peer, m in schedules[b].receive if peer == a]
         assert len(sent) == len(received) <= (a != b)
         for out, into in zip(sent, received, strict=True):
             assert out.length == into.length > 0
-            assert [owned[a][0] + i for i in spots(out)] == needed[b][spots(into)].tolist()
-    assert sum(plan.sent for plan in plans) == sum(plan.returned for plan in plans)
+            assert [owned[a][0] + i for i in positions_of(out)] == needed[b][positions_of(into)].tolist()
+    assert sum(schedule.send_length for schedule in schedules) == sum(schedule.receive_length for schedule in schedules)
 
 
 @settings(deadline=None, max_examples=200)
 @given(exchanges())
-def test_a_local_run_is_the_whole_answer(exchange: tuple[int, list[Interval], list[np.ndarray]]) -> None:
+def test_a_local_slice_is_the_whole_result(exchange: tuple[int, list[Interval], list[np.ndarray]]) -> None:
     extent, owned, needed = exchange
     x = np.arange(float(extent))
-    for me, plan in enumerate(make(owned, needed)):
+    for me, schedule in enumerate(make(owned, needed)):
         lo, hi = owned[me]
-        if plan.local_run is not None:
-            first, length = plan.local_run
+        if schedule.local_slice is not None:
+            first, length = schedule.local_slice
             np.testing.assert_array_equal(x[lo:hi][first : first + length], x[needed[me]])
-            assert not plan.send and not plan.receive
+            assert not schedule.send and not schedule.receive
 
 
-def test_local_run_is_seen() -> None:
+def test_a_local_slice_needs_no_messages() -> None:
     owned = [(0, 4), (4, 8)]
-    assert make(owned, [np.arange(0, 4), np.arange(5, 7)])[1].local_run == (1, 2)
-    assert make(owned, [np.arange(0, 4), np.arange(0)])[1].local_run == (0, 0)
-    assert make(owned, [np.arange(0, 5), np.arange(4, 8)])[1].local_run is None  # it must send
+    assert make(owned, [np.arange(0, 4), np.arange(5, 7)])[1].local_slice == (1, 2)
+    assert make(owned, [np.arange(0, 4), np.arange(0)])[1].local_slice == (0, 0)
+    assert make(owned, [np.arange(0, 5), np.arange(4, 8)])[1].local_slice is None  # it must send
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=20))
-def test_messages_keep_order_and_repetition(positions: list[int]) -> None:
-    message = Message.of(np.array(positions, dtype=np.int64))
-    assert spots(message) == positions and message.length == len(positions)
-    assert (message.runs is None) != (message.positions is None)
+def test_selections_keep_order_and_repetition(positions: list[int]) -> None:
+    selection = Selection.of(np.array(positions, dtype=np.int64))
+    assert positions_of(selection) == positions and selection.length == len(positions)
+    assert (selection.runs is None) != (selection.positions is None)
 
 
 def test_few_runs_are_runs() -> None:
-    assert Message.of(np.array([3, 4, 5, 0, 1])).runs == ((3, 3), (0, 2))
-    assert Message.of(np.array([9, 7, 5, 3])).positions == (9, 7, 5, 3)
-    assert Message.of(np.array([], dtype=np.int64)).runs == ()
+    assert Selection.of(np.array([3, 4, 5, 0, 1])).runs == ((3, 3), (0, 2))
+    assert Selection.of(np.array([9, 7, 5, 3])).positions == (9, 7, 5, 3)
+    assert Selection.of(np.array([], dtype=np.int64)).runs == ()
 
 
 def test_a_position_without_owner_is_a_defect() -> None:
@@ -186,7 +186,7 @@ def test_a_position_without_owner_is_a_defect() -> None:
     mode=st.sampled_from(["constant", "replicate", "circular"]),
 )
 def test_halos_of_any_width(extent: int, members: int, window: Window, blocks: int, mode: str) -> None:
-    """Wider than a neighbour, over empty shards, cropping: it is all one exchange."""
+    """Wider than the neighbouring shard, across empty shards, or cropping."""
     coords = [{"h": (i, members)} for i in range(members)]
     owned = [Split(("h",)).bounds(extent, c) for c in coords]
     targets = [Split(("h",)).bounds(blocks, c) for c in coords]
@@ -197,7 +197,7 @@ def test_halos_of_any_width(extent: int, members: int, window: Window, blocks: i
 @pytest.mark.parametrize("mode", list(PAD_MODES))
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
-def test_padding_is_that_of_torch(mode: str, data: st.DataObject) -> None:
+def test_padding_equals_torch(mode: str, data: st.DataObject) -> None:
     extent = data.draw(st.integers(1, 16))
     most = {"constant": 9, "replicate": 9, "circular": extent, "reflect": extent - 1}[mode]
     least = -((extent - 1) // 2) if mode == "constant" else 0
@@ -205,14 +205,14 @@ def test_padding_is_that_of_torch(mode: str, data: st.DataObject) -> None:
     members = data.draw(st.integers(1, 5))
     x = torch.arange(1.0, extent + 1)[None, None]
     value = -7.0 if mode == "constant" else None
-    want = F.pad(x, (before, after), mode=mode, value=value)[0, 0].numpy()
+    expected = F.pad(x, (before, after), mode=mode, value=value)[0, 0].numpy()
     total = extent + before + after
     owned = data.draw(partitions(extent, members))
     cuts = data.draw(partitions(total, members))
     needed = [source_positions(lo - before, hi - before, extent, mode) for lo, hi in cuts]
     shards = [x[0, 0, lo:hi].numpy() for lo, hi in owned]
-    have = np.concatenate(forward(make(owned, needed), shards, -7.0))
-    np.testing.assert_array_equal(have, want)
+    result = np.concatenate(forward(make(owned, needed), shards, -7.0))
+    np.testing.assert_array_equal(result, expected)
     check(extent, owned, needed)
 
 
@@ -220,5 +220,5 @@ def test_padding_modes_are_all_of_torch() -> None:
     assert set(PAD_MODES) == {"constant", "reflect", "replicate", "circular"}
 
 
-def test_an_interval_turned_round_is_empty() -> None:
+def test_a_reversed_interval_is_empty() -> None:
     assert len(source_positions(3, 1, 8)) == 0

@@ -1,4 +1,4 @@
-"""Layouts: the notation parses back, bounds partition a dim exactly, windows are what an operator reads."""
+"""Layouts: printed layouts parse back, bounds partition a dim, and windows cover what an operator reads."""
 
 import itertools
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ windows = st.builds(
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Any layout: each axis unused, in some dim, summed over or varying, in any order."""
+    """Any layout: each axis is unused, splits a dim, or is partial or varying, in any order."""
     rank = draw(st.integers(0, 5))
     places: list[list[str]] = [[] for _ in range(rank + 3)]
     for axis in draw(st.permutations(AXES)):
@@ -85,7 +85,7 @@ def test_order_of_axes_matters_but_names_do_not() -> None:
     assert Layout.parse("N sum(c,h)") == Layout.parse("N sum(h,c)")
 
 
-def test_symbolic_granules_parse_back() -> None:
+def test_symbolic_units_parse_back() -> None:
     height, width = sympy.symbols("H W", integer=True, positive=True)
     layout = Layout((Split(("n",)), Split(("c",), height * width)), names=("N", "F"))
     assert str(Layout.parse(str(layout))) == str(layout)
@@ -120,7 +120,7 @@ def test_a_state_given_twice_is_not_lost() -> None:
     assert layout.partial == {"c", "h"}
 
 
-def test_a_whole_dim_has_no_granule_and_no_halo() -> None:
+def test_a_replicated_dim_has_no_unit_and_no_halo() -> None:
     assert Split((), 4, Window(1, 1)) == Split()
 
 
@@ -154,13 +154,13 @@ def parts_of(split: Split, extent: int, sizes: dict[str, int]) -> list[tuple[int
 )
 def test_bounds_partition_the_extent(extent: int, axes: list[str], sizes: list[int], unit: int) -> None:
     parts = parts_of(Split(tuple(axes), unit), extent * unit, dict(zip(axes, sizes, strict=False)))
-    at = 0
+    end = 0
     for lo, hi in parts:
         assert lo <= hi and lo % unit == hi % unit == 0
         if hi > lo:
-            assert lo == at
-            at = hi
-    assert at == extent * unit
+            assert lo == end
+            end = hi
+    assert end == extent * unit
 
 
 @settings(deadline=None)
@@ -191,25 +191,25 @@ def test_nested_channels_are_chunks_of_chunks(extent: int, major: int, minor: in
     assert [list(range(*bounds)) for bounds in parts] == expected
 
 
-def hold(shape: tuple[int, int], extents: list[int]) -> list[tuple[list[float], list[float]]]:
-    """What DTensor holds on this rank for two shards of one dim, and for one shard on the major mesh dim."""
+def dtensor_shards(shape: tuple[int, int], extents: list[int]) -> list[tuple[list[float], list[float]]]:
+    """This rank's shard of a DTensor whose dim is sharded over both mesh dims, and over the major one only."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("c0", "c1"))
-    held = []
+    shards = []
     for extent in extents:
         x = torch.arange(float(extent))
         both = distribute_tensor(x, mesh, [Shard(0), Shard(0)]).to_local()
         major = distribute_tensor(x, mesh, [Shard(0), Replicate()]).to_local()
-        held.append((both.tolist(), major.tolist()))
-    return held
+        shards.append((both.tolist(), major.tolist()))
+    return shards
 
 
 @pytest.mark.parametrize(("world", "shape"), [(4, (2, 2)), (6, (2, 3)), (6, (3, 2))])
-def test_channels_lie_as_dtensor_shards(world: int, shape: tuple[int, int]) -> None:
+def test_channels_are_split_as_dtensor_shards(world: int, shape: tuple[int, int]) -> None:
     extents = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 17]
-    for rank, held in enumerate(run(world, hold, shape, extents)):
+    for rank, shards in enumerate(run(world, dtensor_shards, shape, extents)):
         i, j = divmod(rank, shape[1])
         coords = {"c0": (i, shape[0]), "c1": (j, shape[1])}
-        for extent, (both, major) in zip(extents, held, strict=True):
+        for extent, (both, major) in zip(extents, shards, strict=True):
             assert both == list(range(*Split(("c0", "c1")).bounds(extent, coords)))  # type: ignore[arg-type]
             assert major == list(range(*Split(("c0",)).bounds(extent, coords)))  # type: ignore[arg-type]
 
@@ -250,7 +250,7 @@ def test_layout_bounds_take_each_dim_by_itself() -> None:
 
 
 def window_of(k: int, s: int, p: int, d: int, transposed: bool) -> Window:
-    """The window that the rule of convolution asks for."""
+    """The window that the rule of convolution computes."""
     weight = SimpleNamespace(meta={"shape": (1, 1, k)})
     return conv_windows(SimpleNamespace(args=(None, weight, None, [s], [p], [d], transposed)))[0]  # type: ignore[arg-type]
 
@@ -297,8 +297,8 @@ def test_window_is_what_a_convolution_reads(
 
 @settings(deadline=None)
 @given(windows, st.integers(-5, 20))
-def test_an_empty_block_needs_nothing(window: Window, at: int) -> None:
-    lo, hi = window.need(at, at)
+def test_an_empty_block_needs_nothing(window: Window, start: int) -> None:
+    lo, hi = window.need(start, start)
     assert lo == hi
 
 

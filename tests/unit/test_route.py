@@ -1,4 +1,4 @@
-"""Routes between layouts: they end where they should, and their numbers are right on real ranks."""
+"""Routes between layouts: they end in their target, and carry the right values on real ranks."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ SHAPE = (6, 8, 5)
 
 def random_layout(choose: random.Random, axes: tuple[str, ...], *, source: bool, units: bool, halos: bool) -> Layout:
     """Any layout of a tensor of three dims: a source may be a partial sum, a target may have windows."""
-    places: list[list[str]] = [[], [], [], [], []]  # the dims, a state, nothing
+    axes_of_dims: list[list[str]] = [[], [], []]
     partial, varying = set(), set()
     for axis in choose.sample(axes, len(axes)):
-        at = choose.randrange(6)
-        if at < 3:
-            places[at].append(axis)
-        elif at == 3 and source:
+        place = choose.randrange(6)
+        if place < 3:
+            axes_of_dims[place].append(axis)
+        elif place == 3 and source:
             partial.add(axis)
-        elif at == 4:
+        elif place == 4:
             varying.add(axis)
     dims = []
-    for axes_here, extent in zip(places[:3], SHAPE, strict=True):
+    for axes_of_dim, extent in zip(axes_of_dims, SHAPE, strict=True):
         unit = choose.choice((1, 2)) if units and extent % 2 == 0 else 1
         window = Window(choose.randrange(3), choose.randrange(3)) if halos and choose.random() < 0.5 else None
-        dims.append(Split(tuple(axes_here), unit, window))
+        dims.append(Split(tuple(axes_of_dim), unit, window))
     return Layout(tuple(dims), frozenset(partial), frozenset(varying))
 
 
@@ -62,7 +62,7 @@ def follow(moves: tuple[Move, ...], layout: Layout) -> Layout:
 
 
 @pytest.mark.parametrize(
-    ("units", "halos"), [(False, False), (False, True), (True, False)], ids=["plain", "halos", "granules"]
+    ("units", "halos"), [(False, False), (False, True), (True, False)], ids=["plain", "halos", "units"]
 )
 @settings(deadline=None, max_examples=1500)
 @given(seed=st.integers(0, 2**32))
@@ -78,7 +78,7 @@ def test_every_route_ends_in_its_target(units: bool, halos: bool, seed: int) -> 
 
 @settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 2**32))
-def test_no_way_is_short(seed: int) -> None:
+def test_equal_layouts_need_no_moves(seed: int) -> None:
     layout = random_layout(random.Random(seed), ("n", "c", "h", "w"), source=False, units=True, halos=False)
     assert route(layout, layout, SHAPE) == ()
 
@@ -107,12 +107,12 @@ def test_no_way_is_short(seed: int) -> None:
         ("N C/c[2] H", "N C/c H", [Exchange]),
     ],
 )
-def test_the_way_is_the_expected_one(source: str, target: str, kinds: list[type[Move]]) -> None:
+def test_the_route_is_the_expected_one(source: str, target: str, kinds: list[type[Move]]) -> None:
     moves = route(Layout.parse(source), Layout.parse(target), SHAPE, Border({2: SHAPE[2]}))
     assert [type(move) for move in moves] == kinds
 
 
-def test_nothing_is_moved_into_a_sum() -> None:
+def test_a_target_cannot_be_a_partial_sum() -> None:
     with pytest.raises(AssertionError, match="partial sum"):
         route(Layout.parse("N C"), Layout.parse("N C sum(c)"), (2, 2))
 
@@ -159,7 +159,7 @@ PAIRS = [
 
 
 def check_routes(pairs: list[tuple[str, str, str]]) -> list[tuple[str, bool]]:
-    """On a rank: the values of each route and its adjoint."""
+    """Whether each route and its adjoint produce the right values on this rank."""
     outcomes = []
     for text, source_text, target_text in pairs:
         grid = Grid.parse(text)
@@ -184,8 +184,8 @@ def check_routes(pairs: list[tuple[str, str, str]]) -> list[tuple[str, bool]]:
     return outcomes
 
 
-def settled_pairs(grid: str, axes: tuple[str, ...], count: int, **options: bool) -> list[tuple[str, str, str]]:
-    """Random pairs, the same in every run."""
+def random_pairs(grid: str, axes: tuple[str, ...], count: int, **options: bool) -> list[tuple[str, str, str]]:
+    """Pseudo-random pairs, the same in every run."""
     choose = random.Random(f"{grid} {options}")
     pairs = []
     for _ in range(count):
@@ -200,11 +200,11 @@ def settled_pairs(grid: str, axes: tuple[str, ...], count: int, **options: bool)
     "pairs",
     [
         PAIRS,
-        settled_pairs("c2x2", ("c0", "c1"), 60, units=False, halos=False),
-        settled_pairs("n2h2", ("n", "h"), 60, units=False, halos=True),
-        settled_pairs("n2c2", ("n", "c"), 40, units=True, halos=False),
+        random_pairs("c2x2", ("c0", "c1"), 60, units=False, halos=False),
+        random_pairs("n2h2", ("n", "h"), 60, units=False, halos=True),
+        random_pairs("n2c2", ("n", "c"), 40, units=True, halos=False),
     ],
-    ids=["chosen", "channels", "halos", "granules"],
+    ids=["chosen", "channels", "halos", "units"],
 )
 def test_routes_carry_the_right_numbers(world: int, pairs: list[tuple[str, str, str]]) -> None:
     for rank, outcomes in enumerate(run(world, check_routes, pairs)):
@@ -214,6 +214,6 @@ def test_routes_carry_the_right_numbers(world: int, pairs: list[tuple[str, str, 
 
 @pytest.mark.parametrize("world", [8])
 def test_routes_of_three_axes(world: int) -> None:
-    pairs = settled_pairs("n2c2h2", ("n", "c", "h"), 60, units=False, halos=True)
+    pairs = random_pairs("n2c2h2", ("n", "c", "h"), 60, units=False, halos=True)
     for outcomes in run(world, check_routes, pairs):
         assert not [text for text, right in outcomes if not right]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distfx.grid import Segment
-from distfx.ir.exchange import Message
+from distfx.ir.exchange import Selection
 from distfx.ir.moves import DimExchange, FirstRankOnly, Identity, Narrow, Reduce, Transfer, Transpose, ZeroPad
 from distfx.runtime.comm.transport import (
     Pending,
@@ -88,7 +88,7 @@ def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(positions, device=device)
 
 
-def pack(x: Tensor, dim: int, message: Message) -> Tensor:
+def pack(x: Tensor, dim: int, message: Selection) -> Tensor:
     """The positions of ``message`` as one contiguous tensor. Copied only if they are not contiguous already."""
     if message.runs is None:
         assert message.positions is not None
@@ -98,7 +98,7 @@ def pack(x: Tensor, dim: int, message: Message) -> Tensor:
     return torch.cat([x.narrow(dim, *run) for run in message.runs], dim)
 
 
-def place(result: Tensor, dim: int, message: Message, value: Tensor, *, add: bool) -> None:
+def place(result: Tensor, dim: int, message: Selection, value: Tensor, *, add: bool) -> None:
     """Write ``value`` to the positions of ``message`` in ``result``, or add it there."""
     if message.runs is None:
         assert message.positions is not None
@@ -112,7 +112,7 @@ def place(result: Tensor, dim: int, message: Message, value: Tensor, *, add: boo
         offset += length
 
 
-def _receive_buffer(result: Tensor, dim: int, message: Message) -> tuple[Tensor, bool]:
+def _receive_buffer(result: Tensor, dim: int, message: Selection) -> tuple[Tensor, bool]:
     """The buffer that receives a message, and whether it is a slice of ``result``. Such a slice must be contiguous."""
     if message.runs is not None and len(message.runs) == 1:
         view = result.narrow(dim, *message.runs[0])
@@ -133,7 +133,7 @@ def _(transfer: DimExchange, x: Tensor, segment: Segment, channels_last: bool = 
 
 def _start_exchange(transfer: DimExchange, x: Tensor, segment: Segment, channels_last: bool) -> Pending[Tensor]:
     schedule, dim = transfer.schedule, transfer.dim
-    if (run := schedule.local_run) is not None:
+    if (run := schedule.local_slice) is not None:
         return Ready(x if run == (0, x.shape[dim]) else x.narrow(dim, *run))
     result = new_empty(transfer.after, x, channels_last)
     sends = [(peer, pack(x, dim, message)) for peer, message in schedule.send] if transfer.messages else []
@@ -156,7 +156,7 @@ def _start_exchange(transfer: DimExchange, x: Tensor, segment: Segment, channels
     return _InFlight(works, finish, [x, result, *(t for _, t in sends), *(t for _, t in receives)])
 
 
-def _fill(result: Tensor, dim: int, message: Message, value: float) -> None:
+def _fill(result: Tensor, dim: int, message: Selection, value: float) -> None:
     if not result.dtype.is_floating_point and math.isinf(value):  # the least and greatest integer instead
         limits = torch.iinfo(result.dtype)
         value = limits.min if value < 0 else limits.max
@@ -171,7 +171,7 @@ def _fill(result: Tensor, dim: int, message: Message, value: float) -> None:
 def _start_adjoint_exchange(transfer: DimExchange, x: Tensor, segment: Segment, channels_last: bool) -> Pending[Tensor]:
     """Send back the gradients of received positions, and add them where the positions came from."""
     schedule, dim = transfer.schedule, transfer.dim
-    if (run := schedule.local_run) is not None:
+    if (run := schedule.local_slice) is not None:
         return Ready(x if run == (0, schedule.owned) else _zero_pad(transfer, x, run[0], channels_last))
     sends = [(peer, pack(x, dim, message)) for peer, message in schedule.receive] if transfer.messages else []
     shape = transfer.after

@@ -37,6 +37,8 @@ __all__ = ["DEFAULT_TIMEOUT", "LAUNCHERS", "Launch", "expand_nodelist", "init"]
 LAUNCHERS = ("torchrun", "mpi", "slurm", "single")
 DEFAULT_TIMEOUT = timedelta(minutes=5)  # torch's 30 minutes are long to find out that a rank has gone
 REST = 0.02  # seconds at the end, see `_leave`
+FLAGS = ("DISTFX_DEBUG", "DISTFX_MPI_CUDA", "DISTFX_MPI_PROGRESS", "DISTFX_QUIET")
+MAX_NODES = 2**17  # in a node list; the limit keeps a malformed list from exhausting the memory
 
 # rank, size, local rank: as the MPI launchers tell them, before MPI itself is started.
 _MPI_VARIABLES = (
@@ -203,6 +205,9 @@ def _choose(found: _Found, wanted: str | None) -> Launch:
 
 
 def _find(env: Mapping[str, str], launcher: str | None) -> _Found:
+    for name in FLAGS:
+        if env.get(name, "") not in ("", "0", "1"):
+            raise ValueError(f"{name}={env[name][:60]!r}: set it to 0 or 1")
     launcher = launcher or env.get("DISTFX_LAUNCHER") or None
     if launcher is not None and launcher not in LAUNCHERS:
         raise ValueError(f"DISTFX_LAUNCHER={launcher}: unknown launcher; it is one of {', '.join(LAUNCHERS)}")
@@ -287,11 +292,14 @@ def _local_rank(env: Mapping[str, str], default: int = 0) -> int:
 
 def _number(env: Mapping[str, str], name: str) -> int:
     try:
-        return int(env[name])
+        number = int(env[name])
+        if not 0 <= number < 2**31:
+            raise ValueError
+        return number
     except KeyError:
         raise ValueError(f"{name} is not set: it should be, by the launcher; start with it, or set {name}") from None
     except ValueError:
-        raise ValueError(f"{name}={env[name]!r} is not a number") from None
+        raise ValueError(f"{name}={env[name][:60]!r} is not a number that a launcher would set") from None
 
 
 # Where the ranks meet.
@@ -376,24 +384,38 @@ def expand_nodelist(nodes: str) -> list[str]:
     ['r1n08-ib', 'r1n10-ib', 'r2n08-ib', 'r2n10-ib']
     """
     hosts: list[str] = []
+    if len(nodes) > 2**16:
+        raise ValueError(f"the node list has {len(nodes)} characters, too many; set MASTER_ADDR to the host of rank 0")
     for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes):
         names = [""]
         for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
-            names = [name + part for name in names for part in ([literal] if literal else _numbers(ranges, nodes))]
+            parts = [literal] if literal else _numbers(ranges, nodes)
+            if len(hosts) + len(names) * len(parts) > MAX_NODES:
+                raise _too_many_nodes(nodes)
+            names = [name + part for name in names for part in parts]
         hosts += names
     if not hosts:
-        raise ValueError(f"cannot read the node list {nodes!r}; set MASTER_ADDR to the host of rank 0")
+        raise ValueError(f"cannot read the node list {nodes[:60]!r}; set MASTER_ADDR to the host of rank 0")
     return hosts
+
+
+def _too_many_nodes(nodes: str) -> ValueError:
+    text = f"the node list {nodes[:60]!r} has more than {MAX_NODES} nodes"
+    return ValueError(f"{text}; set MASTER_ADDR to the host of rank 0")
 
 
 def _numbers(ranges: str, nodes: str) -> list[str]:
     """`001-003,007` as its numbers, zeros kept."""
-    result = []
+    result: list[str] = []
     for item in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip())
+        match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item.strip())
         if match is None:
-            raise ValueError(f"cannot read {item!r} in the node list {nodes!r}; set MASTER_ADDR to the host of rank 0")
+            raise ValueError(
+                f"cannot read {item[:60]!r} in the node list {nodes[:60]!r}; set MASTER_ADDR to the host of rank 0"
+            )
         low, high = match[1], match[2] or match[1]
+        if len(result) + int(high) - int(low) >= MAX_NODES:
+            raise _too_many_nodes(nodes)
         result += [str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)]
     return result
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distfx.ir.exchange import Message
+from distfx.ir.exchange import Selection
 from distfx.ir.moves import DimExchange
 from distfx.runtime.autograd.moves import RunMove
 from distfx.runtime.autograd.transfers import pack, place
@@ -178,8 +178,8 @@ def _start_rows(
     run: RunMove,
     x: Tensor,
     dim: int,
-    send: Sequence[tuple[int, Message]],
-    receive: Sequence[tuple[int, Message]],
+    send: Sequence[tuple[int, Selection]],
+    receive: Sequence[tuple[int, Selection]],
     values: Sequence[Tensor] | None = None,
 ) -> _RowsInFlight:
     """Start sending ``values``, by default the rows ``send`` of ``x``, and receiving the rows ``receive``."""

@@ -71,7 +71,7 @@ def split_halo(exchange: DimExchange, taps: int, stride: int, dilation: int) -> 
     candidates = [_strip(lo, hi, outputs, taps, stride, dilation, schedule) for lo, hi in sides]
     strips = tuple(strip for strip in candidates if strip is not None)
     covered = sum(source.length for strip in strips for source in strip.sources)
-    return HaloSplit(before, strips) if covered == schedule.returned else None
+    return HaloSplit(before, strips) if covered == schedule.receive_length else None
 
 
 def _strip(
