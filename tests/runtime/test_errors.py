@@ -377,3 +377,52 @@ def other_target(grid: str, criterion: nn.Module, shape: tuple[int, ...]) -> Non
 def test_targets_of_another_size(grid: str, shape: tuple[int, ...], criterion: nn.Module) -> None:
     message = same(run_raises(2, other_target, grid, criterion, shape))
     assert f"meets a target of shape {shape}" in message and "is (2, 8, 8)" in message
+
+
+def ask_for_slices(which: str, index: int, shape: tuple[int, ...]) -> None:
+    net = distfx.parallelize(conv_net(), distfx.Grid(h=2))
+    with distfx.record_comm() as ledger:
+        try:
+            {"input": net.input_slices, "output": net.output_slices}[which](index, shape)
+        finally:
+            assert not ledger.rows
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+@pytest.mark.parametrize("index", [9, 1, -2])
+def test_slices_of_a_tensor_that_does_not_exist(which: str, index: int) -> None:
+    message = same(run_raises(2, ask_for_slices, which, index, (2, 3, 8, 8)))
+    assert f"the model has 1 tensor {which}" in message and f"no {which} {index}" in message
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 3, 8, 8, 8), ()])
+def test_slices_of_a_shape_with_another_number_of_dims(which: str, shape: tuple[int, ...]) -> None:
+    message = same(run_raises(2, ask_for_slices, which, 0, shape))
+    assert f"shape {shape} has {len(shape)} dims, but the tensor has 4" in message
+
+
+def call_with_sparse_input(layout: str, ranks: tuple[int, ...]) -> None:
+    """Call with a sparse tensor on ``ranks``, and with a dense one on the others."""
+    net = distfx.parallelize(conv_net(), distfx.Grid(h=2))
+    x = torch.randn(2, 3, 8, 8)
+    if dist.get_rank() in ranks:
+        x = x.to_sparse() if layout == "coo" else x.to_sparse_csr(dense_dim=0)
+    with distfx.record_comm() as ledger:
+        try:
+            net(x)
+        finally:
+            assert not ledger.rows, "something was sent before the error"
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_sparse_inputs(layout: str) -> None:
+    message = same(run_raises(2, call_with_sparse_input, layout, (0, 1)))
+    assert f"input 0 of Sequential has layout torch.sparse_{layout}" in message and "x.to_dense()" in message
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sparse_input_on_one_rank(layout: str, rank: int) -> None:
+    message = same(run_raises(2, call_with_sparse_input, layout, (rank,)), "RankMismatchError")
+    assert f"torch.sparse_{layout}" in message and f"rank {rank}: input 0" in message
