@@ -1,4 +1,4 @@
-"""What all tests share: the ranks end with the session, and tests of one world run next to each other."""
+"""Shared by all tests: ranks end with the session, and tests with equal numbers of ranks run one after another."""
 
 import os
 import shutil
@@ -21,19 +21,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--transport",
         choices=ranks.TRANSPORTS,
         default=ranks.TRANSPORTS[0],
-        help="of the ranks that the tests share: `pytest --transport mpi tests/test_models.py`",
+        help="transport of the shared ranks: `pytest --transport mpi tests/exact/test_models.py`",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if captures.FOLDER not in os.environ:  # else: a worker of pytest-xdist, whose parent has made it
+    if captures.FOLDER not in os.environ:  # otherwise this is a worker of pytest-xdist, and its parent has set it
         folder = os.environ[captures.FOLDER] = tempfile.mkdtemp(prefix="distfx-captures-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     ranks.use(config.getoption("--transport"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; in each file, sort by world, so that groups are made once a world.
+    """Skip tests that need a GPU if there is none. Sort each file by world, so that groups are created once per world.
 
     The sort is stable, and tests without a `world` parameter come first.
     """
