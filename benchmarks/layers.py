@@ -9,12 +9,12 @@
 
 DDP also runs with channels last, which distfx chooses by itself for convolutions with few channels on CPUs.
 
-Every rank holds the part of the input that it works on. Each round runs all contenders in a new order, to share noise and
-cache effects. Times are those of the slowest rank. The columns are: the median over the rounds; its ratio to
-DDP; a bootstrap interval that contains the ratio with a probability of 90 %; and the ratio of the fastest quarters,
-because disturbances only make a step slower. The allocator keeps freed memory, because page faults would otherwise take
-up to a tenth of a step. Bytes and messages are what rank 0 sends in a step. Saved is what autograd saves on rank 0 for
-backward.
+Every rank holds the part of the input that it works on. Each round runs all contenders in a new order, so that all
+share noise and cache effects. Times are those of the slowest rank. The columns are: the median over the rounds; its
+ratio to DDP; a bootstrap interval that contains the ratio with a probability of 90 %; and the ratio of the fastest
+quarters, because disturbances only make a step slower. The allocator keeps freed memory, because page faults would
+otherwise take up to a tenth of a step. Bytes and messages are what rank 0 sends in a step. Saved is what autograd saves
+on rank 0 for backward.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def test_ranks_with_different_data() -> None:
     """A habit from data parallelism. In distfx a plain tensor is the whole batch."""
     messages, others = run(2, call_with_different_data)
     (message,) = messages
-    assert "a plain tensor is the global one" in message and "Each rank uses a part of its own" in message
+    assert "a plain tensor is the global one" in message
     assert others == []
 
 
