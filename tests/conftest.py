@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support import captures, ranks
+from support import captures, exact, ranks
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,17 +32,29 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks.use(config.getoption("--transport"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU if there is none. Sort each file by world, so that groups are created once per world.
+    """Skip tests that need a GPU if there is none. Mark tests that start ranks. Sort each file by world.
 
-    The sort is stable, and tests without a `world` parameter come first.
+    Process groups are then created once per world. The sort is stable, and tests without a `world` parameter come
+    first.
     """
     files: dict[object, int] = {}
     for item in items:
         files.setdefault(item.path, len(files))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if _starts_ranks(item):
+            item.add_marker(pytest.mark.ranks)
     items.sort(key=lambda item: (files[item.path], _world(item)))
+
+
+def _starts_ranks(item: pytest.Item) -> bool:
+    """Whether the test function itself calls `run`, `run_raises` or `check`."""
+    function = getattr(item, "function", None)
+    names = function.__code__.co_names if hasattr(function, "__code__") else ()
+    called = [function.__globals__.get(name) for name in names]
+    return any(value is starter for value in called for starter in (ranks.run, ranks.run_raises, exact.check))
 
 
 def _world(item: pytest.Item) -> int:

@@ -163,7 +163,6 @@ def slow_capture() -> str:
     return said.getvalue()
 
 
-@pytest.mark.ranks
 def test_a_slow_capture_says_so_on_rank_0() -> None:
     line = "distfx: torch.export is tracing Sequential, once for each mode; this takes long\n"
     assert run(2, slow_capture) == [line, ""]
@@ -227,7 +226,6 @@ def call_both_ways(how: str, shapes: list[tuple[int, ...]]) -> tuple[list[bool],
     return outcomes, len(net.graphs)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "graphs"), {"nothing": 1, "slice": 1, "squeeze": 3, "batch": 2, "height": 2, "small batch": 4}.items()
 )

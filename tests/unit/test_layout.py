@@ -203,7 +203,6 @@ def hold(shape: tuple[int, int], extents: list[int]) -> list[tuple[list[float], 
     return held
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("world", "shape"), [(4, (2, 2)), (6, (2, 3)), (6, (3, 2))])
 def test_channels_lie_as_dtensor_shards(world: int, shape: tuple[int, int]) -> None:
     extents = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 17]

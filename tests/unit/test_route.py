@@ -195,7 +195,6 @@ def settled_pairs(grid: str, axes: tuple[str, ...], count: int, **options: bool)
     return pairs
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("world", [4])
 @pytest.mark.parametrize(
     "pairs",
@@ -213,7 +212,6 @@ def test_routes_carry_the_right_numbers(world: int, pairs: list[tuple[str, str, 
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("world", [8])
 def test_routes_of_three_axes(world: int) -> None:
     pairs = settled_pairs("n2c2h2", ("n", "c", "h"), 60, units=False, halos=True)
