@@ -1,40 +1,49 @@
-# `make test` needs nothing but a Python: it makes its own environment in .venv, once.
+# Every target needs nothing but Python: the first one that needs it creates an environment in .venv.
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 PYTHON ?= $(shell for python in python3.11 python3; do $$python -c '' 2>/dev/null && echo $$python && break; done)
+PYTEST := $(BIN)/pytest -q -n $(JOBS)
+# Tests of one file share their ranks and their captures, so a worker runs whole files.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format demo bench clean
+.PHONY: help check test test-all lint format demo bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# torch goes first and exactly pinned, so that a CPU build that is at hand is taken: a range may pull gigabytes.
+# torch is installed first and pinned, so that an available CPU build is used: a range may download gigabytes.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q -e '.[test]'
 	@touch $@
 
-test: lint ## lint, check the types, run the tests (PYTEST_ARGS="-k halo" for some of them)
-	$(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+check: lint ## lint, types and the unit tests: under a minute
+	$(PYTEST) -m "not ranks" tests/unit
+
+test: lint ## lint, types and all tests but the slow sweeps (PYTEST_ARGS="-k halo" selects)
+	$(PYTEST) $(BY_FILE) $(PYTEST_ARGS)
+
+test-all: lint ## lint, types and all tests, including the slow sweeps
+	$(PYTEST) $(BY_FILE) -m "" $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy distfx
 
-format: $(READY) ## let ruff format the code and repair what it can
+format: $(READY) ## format the code with ruff and fix what it can
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
 demo: export OMP_NUM_THREADS ?= 1
-demo: $(READY) ## a small network on 4 ranks of this machine
+demo: $(READY) ## train a small network on 4 ranks of this machine
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/demo.py
 
-bench: $(READY) ## time single layers
+bench: $(READY) ## time convolution layers
 	$(BIN)/python benchmarks/layers.py
 
 clean: ## remove the environment, caches and build products

@@ -1,20 +1,20 @@
-"""Times convolution stacks, forward and backward, in one run: one process, DDP, and distfx on several grids.
+"""Time stacks of convolutions, forward and backward: one process, DDP, and distfx on several grids, in one run.
 
     python benchmarks/layers.py [--rounds 15] [--cases a,b,o]
 
 (a) six 3x3 convolutions with ReLU, 64 channels, 4 x 128 x 128: much space, few weights.
 (b) three 3x3 convolutions of 1024 channels on 7 x 7, batch 4: many weights, little space.
-(o) the overhead of the rewritten graph on one rank, against the plain model; and that of a copy of the plain model,
-    which should be none: weights that lie elsewhere in memory are read faster or slower.
+(o) the overhead of the rewritten graph on one rank, against the plain model. A copy of the plain model takes part to
+    measure the noise: it does the same work with weights stored elsewhere in memory.
 
-DDP takes part channels last, too, which distfx chooses by itself for convolutions of few channels on CPUs.
+DDP also runs with channels last, which distfx chooses by itself for convolutions with few channels on CPUs.
 
-Every rank has the part of the input that it works on. Each round has all contenders in another order, so that noise and
-what one leaves in caches hit all alike. Figures are of the slowest rank: medians over the rounds; their ratio, with the
-interval in which nine tenths of the ratios of rounds drawn anew lie; and the ratio of the quarters that were fastest,
-since what disturbs a step only ever makes it slower. The allocator keeps freed memory: otherwise up to a tenth of a
-step is page faults, which hit now one, now another. Bytes and messages are what rank 0 sends in a step; saved is what
-autograd keeps on rank 0 between forward and backward.
+Every rank holds the part of the input that it works on. Each round runs all contenders in a new order, so that all
+share noise and cache effects. Times are those of the slowest rank. The columns are: the median over the rounds; its
+ratio to DDP; a bootstrap interval that contains the ratio with a probability of 90 %; and the ratio of the fastest
+quarters, because disturbances only make a step slower. The allocator keeps freed memory, because page faults would
+otherwise take up to a tenth of a step. Bytes and messages are what rank 0 sends in a step. Saved is what autograd saves
+on rank 0 for backward.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ CASES: dict[str, tuple[str, tuple[int, ...], Callable[[], nn.Module]]] = {
 
 
 def own_part(net: distfx.ParallelModule, x: Tensor) -> Tensor:
-    """What a rank of a grid of one axis works on, as a data loader would read it."""
+    """The part of the input that this rank works on, as a data loader would read it. The grid has one axis."""
     slices = net.input_slices(0, x.shape)
     dims = [dim for dim, part in enumerate(slices) if part != slice(0, x.shape[dim])]
     if not dims:
         return x
-    mine, placed = x[slices].clone(), [Shard(dims[0])]
-    return DTensor.from_local(mine, net.grid.mesh, placed, run_check=False, shape=x.shape, stride=x.stride())
+    part, placements = x[slices].clone(), [Shard(dims[0])]
+    return DTensor.from_local(part, net.grid.mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A model, this rank's input, and the threads that it may use; no model where the rank has nothing to do."""
+    """A model, this rank's input, and its number of threads. The model is ``None`` if this rank has nothing to do."""
 
     model: nn.Module | None
     x: Tensor
@@ -80,7 +80,7 @@ class Contender:
             self.model(self.x).sum().backward()
 
     def clear(self) -> None:
-        """As between the steps of a training: gradients are not added up."""
+        """Clear the gradients, as between the steps of training."""
         if self.model is not None:
             self.model.zero_grad()
 
@@ -106,30 +106,30 @@ def contenders(make: Callable[[], nn.Module], x: Tensor, rank: int) -> dict[str,
 
 
 def saved_bytes(contender: Contender) -> int:
-    """What autograd keeps for backward, each storage once; parameters too."""
-    kept: dict[int, int] = {}
+    """Bytes that autograd saves for backward, including parameters. Each storage counts once."""
+    storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         if contender.model is not None:
             contender.model(contender.x)
-    return sum(kept.values())
+    return sum(storages.values())
 
 
 def step_time(contender: Contender) -> float:
-    """One step, from a barrier to the end of the slowest rank."""
+    """Seconds of one step on the slowest rank, measured from a barrier."""
     contender.clear()
     torch.set_num_threads(contender.threads)
     dist.barrier()
     clock = time.perf_counter()
     contender.step()
-    spent = torch.tensor([time.perf_counter() - clock], dtype=torch.float64)
+    seconds = torch.tensor([time.perf_counter() - clock], dtype=torch.float64)
     torch.set_num_threads(1)
-    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    return float(spent)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def worker(rank: int, world: int, path: str, rounds: int, cases: str) -> None:
@@ -144,25 +144,25 @@ def worker(rank: int, world: int, path: str, rounds: int, cases: str) -> None:
         order = random.Random(0)  # the same on both ranks
         for number in range(rounds + 2):
             for name in order.sample(list(runs), len(runs)):
-                spent = step_time(runs[name])
-                if number >= 2:
-                    times[name].append(spent)
+                seconds = step_time(runs[name])
+                if number >= 2:  # the first two rounds warm up
+                    times[name].append(seconds)
         report(title, times, runs, sum(p.numel() * p.element_size() for p in make().parameters()), rank)
     dist.destroy_process_group()
 
 
 def fastest_quarter(values: Sequence[float]) -> float:
-    """Their mean."""
+    """The mean of the fastest quarter of ``values``."""
     return statistics.mean(sorted(values)[: max(1, len(values) // 4)])
 
 
 def interval(one: Sequence[float], other: Sequence[float], draws: int = 1000) -> str:
-    """Where the ratio of their medians lies with nine tenths of certainty: by drawing rounds anew."""
-    chance, rounds = random.Random(0), range(len(one))
+    """A 90 % bootstrap interval of the ratio of the medians."""
+    generator, rounds = random.Random(0), range(len(one))
     ratios = []
     for _ in range(draws):
-        drawn = chance.choices(rounds, k=len(rounds))
-        ratios.append(statistics.median(one[i] for i in drawn) / statistics.median(other[i] for i in drawn))
+        sample = generator.choices(rounds, k=len(rounds))
+        ratios.append(statistics.median(one[i] for i in sample) / statistics.median(other[i] for i in sample))
     ratios.sort()
     return f"{ratios[draws // 20]:.2f}-{ratios[-draws // 20 - 1]:.2f}"
 
@@ -183,17 +183,17 @@ def report(title: str, times: dict[str, list[float]], runs: dict[str, Contender]
             sent, messages = f"{weights / 1e6:.2f} MB", "-"
         if name.startswith("one"):
             sent, messages = "-", "-"
-        certain = interval(times[ddp], times[name])
-        ratios = f"{medians[ddp] / medians[name]:10.2f}{certain:>12}{quarters[ddp] / quarters[name]:10.2f}"
+        bounds = interval(times[ddp], times[name])
+        ratios = f"{medians[ddp] / medians[name]:10.2f}{bounds:>12}{quarters[ddp] / quarters[name]:10.2f}"
         lines.append(f"{name:26}{medians[name]:10.4f}{ratios}{sent:>12}{messages:>10}{saved / 1e6:7.0f} MB")
     if rank == 0:
         print("\n".join(lines), flush=True)
 
 
 def overhead(rounds: int) -> None:
-    """The rewritten graph on one rank against the plain model, both with all threads."""
+    """Time the rewritten graph on one rank against the plain model, both with all threads."""
     os.environ["DISTFX_QUIET"] = "1"
-    print("\none rank, distfx against the plain model")
+    print("\none rank: distfx against the plain model")
     for case, (title, shape, make) in CASES.items():
         torch.manual_seed(0)
         x = torch.randn(shape)
@@ -209,21 +209,20 @@ def overhead(rounds: int) -> None:
                 model(x).sum().backward()
                 if number >= 2:
                     times[name].append(time.perf_counter() - clock)
-        print(
-            f"({case}) {title}: plain {statistics.median(times['plain']):.4f} s; more, by medians and fastest quarter:"
-        )
+        median = statistics.median(times["plain"])
+        print(f"({case}) {title}: plain {median:.4f} s; differences of medians and of fastest quarters:")
         for name in ("copy", "distfx"):
             measures = [statistics.median, fastest_quarter]
-            over = ", ".join(f"{100 * (m(times[name]) / m(times['plain']) - 1):+.1f} %" for m in measures)
-            print(f"    {name:8}{over}")
+            differences = ", ".join(f"{100 * (m(times[name]) / m(times['plain']) - 1):+.1f} %" for m in measures)
+            print(f"    {name:8}{differences}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="steps that are timed for each contender (default 15)")
-    parser.add_argument("--cases", default="a,b,o", help="which of a, b, o to run (default a,b,o)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps per contender (default 15)")
+    parser.add_argument("--cases", default="a,b,o", help="cases to run, of a, b, o (default a,b,o)")
     options = parser.parse_args()
-    if KEEP.items() - os.environ.items():  # glibc reads them when a process starts
+    if KEEP.items() - os.environ.items():  # glibc reads these when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP)
     cases = options.cases.split(",")
     if "o" in cases:

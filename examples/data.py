@@ -1,4 +1,4 @@
-"""Data that needs no download: striped textures in four directions under noise."""
+"""Synthetic data: stripes in four directions with noise. Needs no download."""
 
 from __future__ import annotations
 

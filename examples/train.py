@@ -1,10 +1,10 @@
-"""Trains a small ResNet; the same script for one process, torchrun, mpiexec and srun.
+"""Train a small ResNet. The same script serves one process, torchrun, mpiexec and srun.
 
     python examples/train.py
     torchrun --nproc-per-node 4 examples/train.py --grid c2h2
     mpiexec -n 4 python examples/train.py --grid n2h2
 
-Losses are the same on every grid: to rounding of float64.
+The losses are the same on every grid, up to rounding in float64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GRIDS = {1: "n1", 2: "h2", 4: "c2h2", 8: "n2c2h2"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--grid", help="such as n2c2h2 (default: by the number of ranks)")
+    parser.add_argument("--grid", help="for example n2c2h2 (default: depends on the number of ranks)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=16)
     options = parser.parse_args()

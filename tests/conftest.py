@@ -1,4 +1,4 @@
-"""What all tests share: the ranks end with the session, and tests of one world run next to each other."""
+"""Shared by all tests: ranks end with the session, and tests with equal numbers of ranks run one after another."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support import captures, ranks
+from support import captures, exact, ranks
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,28 +21,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--transport",
         choices=ranks.TRANSPORTS,
         default=ranks.TRANSPORTS[0],
-        help="of the ranks that the tests share: `pytest --transport mpi tests/test_models.py`",
+        help="transport of the shared ranks: `pytest --transport mpi tests/exact/test_models.py`",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if captures.FOLDER not in os.environ:  # else: a worker of pytest-xdist, whose parent has made it
+    if captures.FOLDER not in os.environ:  # otherwise this is a worker of pytest-xdist, and its parent has set it
         folder = os.environ[captures.FOLDER] = tempfile.mkdtemp(prefix="distfx-captures-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     ranks.use(config.getoption("--transport"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; in each file, sort by world, so that groups are made once a world.
+    """Skip tests that need a GPU if there is none. Mark tests that start ranks. Sort each file by world.
 
-    The sort is stable, and tests without a `world` parameter come first.
+    Process groups are then created once per world. The sort is stable, and tests without a `world` parameter come
+    first.
     """
     files: dict[object, int] = {}
     for item in items:
         files.setdefault(item.path, len(files))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if _starts_ranks(item):
+            item.add_marker(pytest.mark.ranks)
     items.sort(key=lambda item: (files[item.path], _world(item)))
+
+
+def _starts_ranks(item: pytest.Item) -> bool:
+    """Whether the test function itself calls `run`, `run_raises` or `check`."""
+    function = getattr(item, "function", None)
+    names = function.__code__.co_names if hasattr(function, "__code__") else ()
+    called = [function.__globals__.get(name) for name in names]
+    return any(value is starter for value in called for starter in (ranks.run, ranks.run_raises, exact.check))
 
 
 def _world(item: pytest.Item) -> int:

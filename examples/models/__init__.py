@@ -1,4 +1,4 @@
-"""Networks that people train, written as they write them: nothing in here knows of distfx.
+"""Networks that people train, as ordinary PyTorch. Nothing here depends on distfx.
 
-Every size is an argument, so that tests can make them tiny; the defaults are those of the papers.
+Every size is an argument, so that tests can build small ones. The defaults are those of the papers.
 """

@@ -1,4 +1,4 @@
-"""The classics, whose linear layers hold most of the weights: channels and filters are what to split there.
+"""LeNet, AlexNet and VGG. Their linear layers hold most of the weights, so splitting channels and filters pays off.
 
 After LeCun et al., "Gradient-Based Learning Applied to Document Recognition" (1998), Krizhevsky et al., "ImageNet
 Classification with Deep Convolutional Neural Networks" (2012), and Simonyan and Zisserman, "Very Deep Convolutional
@@ -41,7 +41,7 @@ class LeNet(nn.Module):
 class AlexNet(nn.Module):
     """Five convolutions, two of them in two groups, local response norm, overlapping max pooling, linear layers.
 
-    ``width`` scales all channels (32 makes the original's 96, 256, 384, 384, 256), ``side`` is the image's.
+    ``width`` scales all channels (32 gives the original 96, 256, 384, 384, 256), ``side`` is the size of the image.
     """
 
     def __init__(

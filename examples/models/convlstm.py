@@ -1,7 +1,7 @@
 """Convolutional LSTM: sequences of images, such as radar maps of rain.
 
 After Shi et al., "Convolutional LSTM Network: A Machine Learning Approach for Precipitation Nowcasting" (NeurIPS 2015).
-The state goes in and comes out, so that a caller can cut a long sequence where it likes.
+The state is an argument and a result, so that a caller can split a long sequence anywhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DenseNet: every layer sees what all layers before it have made.
+"""DenseNet: every layer takes the outputs of all layers before it.
 
 After Huang et al., "Densely Connected Convolutional Networks" (CVPR 2017).
 """
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class DenseLayer(nn.Module):
-    """Norm, ReLU, 1x1; norm, ReLU, 3x3: ``growth`` new channels."""
+    """Norm, ReLU, 1x1, norm, ReLU, 3x3. Adds ``growth`` channels."""
 
     def __init__(self, inputs: int, growth: int, bottleneck: int, dropout: float) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class DenseBlock(nn.ModuleList):
 
 
 class DenseNet(nn.Module):
-    """A stem, dense blocks with half the channels and size between them, a linear classifier. Default: DenseNet-121."""
+    """A stem, dense blocks with halved channels and size in between, a linear classifier. Default: DenseNet-121."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Inception: several kernels side by side, their results concatenated.
+"""Inception: parallel branches with different kernels, concatenated.
 
 After Szegedy et al., "Going Deeper with Convolutions" (CVPR 2015) and "Rethinking the Inception Architecture for
 Computer Vision" (CVPR 2016): blocks with 1x1, 3x3, 5x5 and pooling branches, with convolutions factored into 1xk and
-kx1, blocks that halve the size, and a second classifier half way, used in training.
+kx1, blocks that halve the size, and an auxiliary classifier in the middle, used in training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ConvNorm(nn.Sequential):
 
 
 class Mixed(nn.Module):
-    """1x1; 1x1 and 5x5; 1x1 and twice 3x3; average pooling and 1x1."""
+    """Four branches: 1x1; 1x1 and 5x5; 1x1 and two 3x3; average pooling and 1x1."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Mixed(nn.Module):
 
 
 class Factored(nn.Module):
-    """kxk as 1xk and kx1."""
+    """A kxk convolution, factored into 1xk and kx1."""
 
     def __init__(self, inputs: int, width: int, kernel: int = 7) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Factored(nn.Module):
 
 
 class Reduction(nn.Module):
-    """Half the size: a strided 3x3 without padding beside a max pool."""
+    """Halves the size: a strided 3x3 convolution without padding in parallel with a max pool."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()

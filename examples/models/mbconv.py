@@ -1,4 +1,4 @@
-"""Inverted residual blocks with squeeze and excitation, in the manner of EfficientNet.
+"""Inverted residual blocks with squeeze and excitation, as in EfficientNet.
 
 After Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks" (ICML 2019), Sandler et
 al., "MobileNetV2" (CVPR 2018), Hu et al., "Squeeze-and-Excitation Networks" (CVPR 2018), and Huang et al., "Deep
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class SqueezeExcite(nn.Module):
-    """Every channel times a number that a small network makes of all channels' means."""
+    """Scales every channel by a factor that a small network computes from the means of all channels."""
 
     def __init__(self, channels: int, squeezed: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class SqueezeExcite(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, leaves out each sample's branch with probability ``p``."""
+    """In training, drops the branch of each sample with probability ``p``."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class StochasticDepth(nn.Module):
 
 
 class MBConv(nn.Module):
-    """1x1 up, depthwise, squeeze and excitation, 1x1 down; a shortcut where the shape stays."""
+    """1x1 up, depthwise, squeeze and excitation, 1x1 down; a shortcut if the shape does not change."""
 
     def __init__(self, inputs: int, outputs: int, expand: int, kernel: int, stride: int, drop_path: float) -> None:
         super().__init__()

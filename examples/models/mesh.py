@@ -1,7 +1,7 @@
-"""The mesh-tangling network: where will the mesh of a hydrodynamics simulation tangle?
+"""The mesh-tangling network, which predicts where the mesh of a hydrodynamics simulation will tangle.
 
 After Dryden et al., "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism" (IPDPS 2019),
-trained there with LBANN on images of 1024 x 1024 and 2048 x 2048 with 18 channels: too large for one device. Fully
+trained there with LBANN on images of 1024 x 1024 and 2048 x 2048 with 18 channels, too large for one device. Fully
 convolutional: blocks of convolution, batch norm and ReLU, the first of each block strided, and a prediction for every
 remaining pixel.
 """

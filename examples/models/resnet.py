@@ -1,4 +1,4 @@
-"""Residual networks as people write them: nothing in here knows of distfx.
+"""Residual networks, as ordinary PyTorch.
 
 After He et al., "Deep Residual Learning for Image Recognition" (CVPR 2016), and Zagoruyko and Komodakis, "Wide Residual
 Networks" (BMVC 2016).
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """Nothing, or a strided 1x1 convolution where the shape changes."""
+    """The identity, or a strided 1x1 convolution if the shape changes."""
     if stride == 1 and inputs == outputs:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
@@ -38,7 +38,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 down, 3x3 (which has the stride), 1x1 up to four times the width; ``inside`` widens the 3x3."""
+    """1x1 down, 3x3 with the stride, 1x1 up to four times the width; ``inside`` widens the 3x3."""
 
     expansion = 4
 
@@ -117,7 +117,7 @@ def wide_resnet50(
 
 
 def small_resnet(classes: int = 4) -> ResNet:
-    """A ResNet for images of some 32 x 32, small enough for a laptop."""
+    """A ResNet for images of about 32 x 32, small enough for a laptop."""
     return ResNet((1, 1), 16, classes, small=True)
 
 

@@ -1,7 +1,7 @@
 """3D U-Net: dense segmentation of volumes.
 
-After Cicek et al., "3D U-Net: Learning Dense Volumetric Segmentation from Sparse Annotation" (MICCAI 2016). The way up
-is by transposed convolution, as there, or by trilinear interpolation and a convolution, as many write it today.
+After Cicek et al., "3D U-Net: Learning Dense Volumetric Segmentation from Sparse Annotation" (MICCAI 2016). Upsampling
+is a transposed convolution, as in the paper, or trilinear interpolation and a convolution, as is common today.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ NORMS = {"batch": nn.BatchNorm3d, "instance": nn.InstanceNorm3d}
 
 
 class DoubleConv(nn.Sequential):
-    """Convolution, norm and ReLU, twice; the first of the two has half of the outputs on the way down."""
+    """Convolution, norm and ReLU, twice. On the way down the first convolution has half of the output channels."""
 
     def __init__(self, inputs: int, middle: int, outputs: int, norm: str) -> None:
         super().__init__(
@@ -28,7 +28,7 @@ class DoubleConv(nn.Sequential):
 
 
 class Up(nn.Module):
-    """Twice the size, to that of the skip connection; both concatenated; two convolutions."""
+    """Upsamples to the size of the skip connection, concatenates both, and applies two convolutions."""
 
     def __init__(self, inputs: int, skip: int, norm: str, trilinear: bool) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Up(nn.Module):
 
 
 class UNet3d(nn.Module):
-    """``levels`` sizes of volume, each half of the one before, and a class for every voxel."""
+    """``levels`` resolutions, each half of the previous one, and class scores for every voxel."""
 
     def __init__(
         self,

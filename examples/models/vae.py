@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class ResidualBlock(nn.Module):
-    """Group norm, SiLU, 3x3, twice."""
+    """Group norm, SiLU and a 3x3 convolution, twice, with a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class ResidualBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every pixel looks at every other one, in ``heads`` ways."""
+    """Self-attention among all pixels, with ``heads`` heads."""
 
     def __init__(self, channels: int, groups: int, heads: int = 1) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Residual blocks, half the size between levels; mean and logarithm of the variance of the latent."""
+    """Residual blocks with halved size between levels. Returns mean and log variance of the latent."""
 
     def __init__(self, channels: int, widths: tuple[int, ...], latent: int, groups: int, heads: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The encoder turned round."""
+    """The mirror image of the encoder."""
 
     def __init__(self, channels: int, widths: tuple[int, ...], latent: int, groups: int, heads: int) -> None:
         super().__init__()
@@ -97,9 +97,9 @@ class Decoder(nn.Module):
 
 
 class VAE(nn.Module):
-    """``(image, noise) -> (image, mean, logarithm of the variance)``; without noise the mean is decoded.
+    """``(image, noise) -> (image, mean, log variance)``; without noise the mean is decoded.
 
-    The noise is an input, of the latent's shape: whoever trains says where it comes from.
+    The noise is an input with the shape of the latent, so the caller controls how it is drawn.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Convolutions, one at a time: every geometry by name, and everything that other systems get wrong."""
+"""Convolutions: every geometry, and cases that are known to be difficult for distributed convolutions."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import distfx
 GEOMETRIES = [
     "Conv2d(3, 4, 7, 2, 3)",  # the stem of a ResNet
     "Conv2d(3, 4, 7, 2, 3, bias=False)",
-    "Conv2d(3, 4, 11, 4, 2)",  # of an AlexNet
-    "Conv2d(3, 4, 4, 4)",  # of a vision transformer
+    "Conv2d(3, 4, 11, 4, 2)",  # the stem of an AlexNet
+    "Conv2d(3, 4, 4, 4)",  # the stem of a vision transformer
     "Conv2d(3, 4, 2)",
     "Conv2d(3, 4, 4, padding=1)",
     "Conv2d(3, 4, 4, 2, 1)",
@@ -33,11 +33,11 @@ GEOMETRIES = [
     "Conv2d(3, 4, 5)",
     "Conv2d(3, 4, 3, padding=2, dilation=2)",
     "Conv2d(3, 4, 3, 2, 3, dilation=3)",
-    "Conv2d(3, 4, 3, padding=3)",  # more padding than the kernel reaches: a border of bias alone
+    "Conv2d(3, 4, 3, padding=3)",  # more padding than the kernel reaches: the border is bias only
     "Conv2d(3, 4, (1, 5), (1, 2), (0, 2))",
     "Conv2d(3, 4, 1, 2)",
     "Conv2d(3, 4, 1, 3, padding=1)",
-    "Conv2d(3, 4, 2, 3)",  # a stride that leaves out rows
+    "Conv2d(3, 4, 2, 3)",  # a stride that skips rows
 ]
 
 
@@ -56,7 +56,7 @@ def test_geometry(world: int, grid: str) -> None:
         ("h4", 4, "Conv2d(2, 3, 7, padding=3)"),
         ("h4", 5, "Conv2d(2, 3, 7, padding=3)"),
         ("h4", 5, "Conv2d(2, 3, 5, padding=4, dilation=2)"),
-        ("h2", 7, "Conv2d(2, 3, (7, 3))"),  # one row of output: one rank has none
+        ("h2", 7, "Conv2d(2, 3, (7, 3))"),  # one row of output, so one rank has none
         ("h4", 8, "Conv2d(2, 3, (7, 3))"),
         ("h4", 3, "Conv2d(2, 3, 3, padding=1)"),  # fewer rows than ranks
         ("h8", 3, "Conv2d(2, 3, 3, padding=1)"),
@@ -107,7 +107,7 @@ def test_uneven_channels(world: int, grid: str, layer: str, strategy: str) -> No
 )
 @pytest.mark.parametrize("around", (False, True), ids=("alone", "between"))
 def test_groups(world: int, grid: str, channels: int, layer: str, around: bool) -> None:
-    """Groups that the axis divides, that it does not, fewer than its ranks, depthwise; alone or between others."""
+    """Groups that the axis divides or does not divide, fewer groups than ranks, depthwise; alone or between layers."""
     if around:
         outside = eval(layer, vars(nn)).out_channels
         same(grid, (2, 3, 6, 5), f"Conv2d(3, {channels}, 1)", "Tanh()", layer, "Tanh()", f"Conv2d({outside}, 4, 1)")
@@ -171,7 +171,7 @@ def test_transposed_channels(world: int, grid: str, shape: tuple[int, ...], laye
 @pytest.mark.parametrize("strategy", ("auto", *ALGORITHMS))
 @on("c2h2", "n2c2")
 def test_two_convolutions_share_an_input(world: int, grid: str, strategy: str) -> None:
-    """Of different reach, so that they need different halos."""
+    """The kernels have different sizes, so they need different halos."""
     same(grid, (2, 3, 9, 8), "both('Conv2d(3, 4, 3, padding=1)', 'Conv2d(3, 4, 7, padding=3)')", strategy=strategy)
 
 
@@ -182,7 +182,7 @@ def test_strided_shortcut(world: int, grid: str) -> None:
 
 @on("c2h2", "n2c2")
 def test_shared_halo_is_sent_once(world: int, grid: str) -> None:
-    """The same convolution geometry twice on one input: what is gathered or exchanged serves both."""
+    """Two convolutions of equal geometry on one input share what is gathered or exchanged."""
     conv = "Conv2d(4, 4, 3, padding=1)"
     one = same(grid, (2, 4, 8, 8), "Conv2d(4, 4, 1)", "Tanh()", conv, "Tanh()", strategy="stationary-y")
     twice = f"both({conv!r}, {conv!r})"
@@ -194,7 +194,7 @@ def test_shared_halo_is_sent_once(world: int, grid: str) -> None:
     assert forward(two) == forward(one) > 0
 
 
-# ------------------------------------------------------------------------- what others get wrong, by their name
+# ------------------------------------------------- difficult cases, named after the systems that document them
 
 
 @on("h2", "w2", "h2w2")
@@ -209,7 +209,6 @@ def test_dtensor_filters_split(world: int, grid: str) -> None:
 
 @on("w2", "w4")
 def test_dtensor_halo_input_gradient(world: int, grid: str) -> None:
-    """Theirs is ``None``."""
     same(grid, (1, 3, 8, 8), "Conv2d(3, 4, 5, padding=2)", "Conv2d(4, 4, 3, padding=1)")
 
 
@@ -231,7 +230,7 @@ def test_lbann_distconv_avg_pool_3_1_1(world: int, grid: str, pool: str, ceil: b
     same(grid, (2, 3, 15, 16), "Conv2d(3, 4, 3, padding=1)", pool)
 
 
-WHOLE = {
+OVER_WHOLE_DIMS = {
     "bilinear": "Upsample(scale_factor=2, mode='bilinear')",
     "aligned": "Upsample(scale_factor=2, mode='bilinear', align_corners=True)",
     "nearest": "Upsample(scale_factor=2)",
@@ -245,11 +244,17 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("what", WHOLE)
+@pytest.mark.parametrize("what", OVER_WHOLE_DIMS)
 @on("h2", "c2h2")
 def test_lbann_distconv_operators_over_whole_dims(world: int, grid: str, what: str) -> None:
-    """Bilinear upsampling, group and instance norm, softmax over H: right, by a rule or whole on every rank."""
-    same(grid, (2, 3, 8, 6), "Conv2d(3, 4, 3, padding=1, bias=False)", WHOLE[what], "Conv2d(4, 3, 3, padding=1)")
+    """Bilinear upsampling, group and instance norm, softmax over H: right, by a rule or by a fallback."""
+    same(
+        grid,
+        (2, 3, 8, 6),
+        "Conv2d(3, 4, 3, padding=1, bias=False)",
+        OVER_WHOLE_DIMS[what],
+        "Conv2d(4, 3, 3, padding=1)",
+    )
 
 
 @on("h2", "n2h2", "h2w2")
@@ -305,18 +310,18 @@ def test_lbann_distconv_two_convs_share_an_input(world: int, grid: str) -> None:
 
 @on("h2")
 def test_lbann_distconv_h15_over_2_with_stride_2(world: int, grid: str) -> None:
-    """Theirs hangs: one rank raises, the other waits."""
+    """An uneven split with stride 2: no rank may raise while another waits."""
     same(grid, (2, 3, 15, 15), "Conv2d(3, 4, 3, 2, 1)", "Conv2d(4, 4, 3, 2, 1)")
 
 
 def channels_last_model() -> nn.Module:
-    """A convolution whose weights are channels_last."""
+    """A network whose weights are stored channels last."""
     texts = ("Conv2d(3, 4, 3, 2, 1, bias=False)", "BatchNorm2d(4)", "ReLU()", "MaxPool2d(3, 2, 1)", "Conv2d(4, 6, 3)")
     return stack(*texts).to(memory_format=torch.channels_last)
 
 
 def channels_last_input(grid: str, model_too: bool) -> dict[str, float]:
-    """The errors of a parallel model that is given a channels_last input; and that inputs come back in that format."""
+    """The errors of a distributed model with a channels_last input."""
     torch.manual_seed(3)
     model = channels_last_model().double()
     if not model_too:
@@ -360,28 +365,28 @@ def test_lbann_dihydrogen_even_kernels_strides_groups(world: int, grid: str) -> 
 
 
 class Distances(nn.Module):
-    """Has no rule."""
+    """An operator without a rule."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cdist(x, x)
 
 
-def warned(grid: str) -> tuple[list[str], list[str]]:
-    """What is said of a layer without a rule: the warnings, and the rows of the plan that are marked."""
+def warnings_and_fallbacks(grid: str) -> tuple[list[str], list[str]]:
+    """For a layer without a rule: the warnings, and the paths of the plan's rows that are marked."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Distances())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         net = distfx.parallelize(model, grid)
         net(torch.randn(2, 3, 8, 8))
-    said = [str(w.message) for w in caught if issubclass(w.category, distfx.FallbackWarning)]
-    return said, [row.path for row in net.plan.rows if row.fallback]
+    messages = [str(w.message) for w in caught if issubclass(w.category, distfx.FallbackWarning)]
+    return messages, [row.path for row in net.plan.rows if row.fallback]
 
 
 @on("h2")
 def test_lbann_dihydrogen_never_silent(world: int, grid: str) -> None:
     """A layer without a rule is named in one warning, and marked in the plan of every rank."""
-    results = run(world, warned, grid)
-    assert [len(said) for said, _ in results] == [1, 0]
+    results = run(world, warnings_and_fallbacks, grid)
+    assert [len(messages) for messages, _ in results] == [1, 0]
     assert "cdist" in results[0][0][0]
     assert [paths for _, paths in results] == [["1"], ["1"]]
 
@@ -409,7 +414,7 @@ def test_physicsnemo_batch_norm(world: int, grid: str) -> None:
 
 @cases("grid layer", [("c2", "Conv2d(4, 8, 3, padding=1, groups=2)"), ("c4", "Conv2d(4, 4, 3, padding=1, groups=4)")])
 def test_gspmd_grouped_convolution_is_not_gathered(world: int, grid: str, layer: str) -> None:
-    """Where the layer before left the channels of a group on the same rank, nothing is sent."""
+    """Nothing is sent if the previous layer leaves the channels of a group on one rank."""
     results = same(grid, (2, 3, 6, 6), "Conv2d(3, 4, 1)", layer, "Tanh()", strategy={"0": "stationary-y"})
     (row,) = (row for row in results[0]["rows"] if row.path == "1")
     assert row.algorithm == "groups" and not row.moves and row.bytes_forward == row.bytes_backward == 0
@@ -417,7 +422,7 @@ def test_gspmd_grouped_convolution_is_not_gathered(world: int, grid: str, layer:
 
 @on("h2", "h4")
 def test_gspmd_base_dilation_is_not_gathered(world: int, grid: str) -> None:
-    """A transposed convolution (their base dilation) exchanges a halo of one row, no more."""
+    """A transposed convolution (base dilation) exchanges a halo of one row only."""
     results = same(grid, (1, 2, 8, 4), "ConvTranspose2d(2, 3, 3, 2, 1)", "Tanh()")
     for result in results:
         (row,) = (row for row in result["rows"] if row.path == "0")
@@ -452,13 +457,13 @@ def test_distdl_circular(world: int, grid: str) -> None:
 
 @on("n2", "h2", "n2h2", "h3")
 def test_distdl_running_var(world: int, grid: str) -> None:
-    """Over several steps, with batches of few values: the unbiased variance counts all ranks' values."""
+    """Several steps with batches of few values: the unbiased variance counts the values of all ranks."""
     texts = ("Conv2d(2, 3, 1, bias=False)", "BatchNorm2d(3, momentum=0.3)")
     check(stack, grid, [(2, 2, 3, 1), (3, 2, 3, 2), (2, 2, 3, 1)], kwargs=layers(*texts))
 
 
-def left_alone(grid: str) -> bool:
-    """Whether parallelize leaves the user's model as it was."""
+def model_is_unmodified(grid: str) -> bool:
+    """Whether a training step leaves the user's model unmodified."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     kinds = [type(module) for module in model.modules()]
@@ -474,8 +479,8 @@ def left_alone(grid: str) -> bool:
 
 
 @on("h2", "c2")
-def test_distdl_model_is_not_rewritten_by_its_user(world: int, grid: str) -> None:
-    assert all(run(world, left_alone, grid))
+def test_distdl_model_is_not_modified(world: int, grid: str) -> None:
+    assert all(run(world, model_is_unmodified, grid))
 
 
 @on("n2", "n3", "n2c2")
@@ -484,7 +489,7 @@ def test_colossalai_batch_norm_over_samples(world: int, grid: str) -> None:
 
 
 def test_alpa_autoparallel_nnscaler_plan_halos() -> None:
-    """Space is planned with halos, without any process."""
+    """Splits of space are planned with halos, without processes."""
     plan = distfx.plan(nn.Conv2d(3, 4, 3, padding=1).double(), "h2w2", (1, 3, 8, 8), outputs="local")
     (row,) = (row for row in plan.rows if row.op == "convolution.default")
     assert len(row.moves) == 2 and all(move.startswith("halo") for move in row.moves)
@@ -499,5 +504,5 @@ def test_mpi4dl_halo_gradient(world: int, grid: str) -> None:
 
 @on("n2h2", "c2w2", "n2h3", "n2c2h2")
 def test_mpi4dl_peers_in_every_segment(world: int, grid: str) -> None:
-    """Halos in segments that do not begin with rank 0."""
+    """Halos in segments that do not start with rank 0."""
     same(grid, (2, 2, 9, 8), "Conv2d(2, 4, 3, padding=1)", "Conv2d(4, 2, 3, padding=1)")

@@ -1,13 +1,15 @@
-"""What models seldom do: sizes of one that are a case apart, state read twice, empty parts, odd operands. All exact."""
+"""Corner cases: branches on sizes, sizes of one, state that is read twice, empty parts, unusual operands."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
-from support.exact import check
-from support.models import cases
+from support.exact import check, relative
+from support.models import cases, pair
 from support.ranks import run
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ import distfx
 
 
 class After(nn.Module):
-    """A convolution, and something done to its result."""
+    """A convolution followed by one of ``FUNCTIONS``."""
 
     def __init__(self, name: str, channels: int = 8) -> None:
         super().__init__()
@@ -26,14 +28,14 @@ class After(nn.Module):
         return result if isinstance(result, tuple) else (result,)
 
 
-def _turned(y: Tensor) -> tuple[Tensor, ...]:
+def _swap_outputs(y: Tensor) -> tuple[Tensor, ...]:
     a, b = y.relu(), y.tanh()
     return (a, b) if y.shape[0] == 1 else (b, a)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "factor of one sample": lambda y: y * (2.0 if y.shape[0] == 1 else 3.0),
-    "outputs of one sample": _turned,
+    "outputs of one sample": _swap_outputs,
     "dim of one sample": lambda y: y.softmax(1 if y.shape[0] == 1 else 2),
     "shift of one row": lambda y: torch.roll(y, 1 if y.shape[2] > 1 else 3, 3),
     "samples apart": lambda y: torch.stack(list(y.unbind(0)[::-1])).tanh(),
@@ -62,7 +64,7 @@ OF_ONE = ("factor of one sample", "outputs of one sample", "dim of one sample", 
 
 
 @cases("grid name", [(grid, name) for grid in ("c2", "h2") for name in (*OF_ONE, "sum over samples")])
-def test_sizes_of_one_are_a_case_apart(world: int, grid: str, name: str) -> None:
+def test_models_that_branch_on_a_size_of_one(world: int, grid: str, name: str) -> None:
     check(After, grid, SIZES, kwargs={"name": name}, example=True)
 
 
@@ -71,7 +73,7 @@ def test_the_first_size_is_one() -> None:
 
 
 @cases("grid name", [(grid, name) for grid in ("c2", "h2", "c3") for name in FUNCTIONS if name not in OF_ONE])
-def test_odd_operands(world: int, grid: str, name: str) -> None:
+def test_unusual_operands(world: int, grid: str, name: str) -> None:
     check(After, grid, [(2, 3, 6, 5), (3, 3, 16, 8)], kwargs={"name": name}, example=True)
 
 
@@ -80,7 +82,7 @@ def test_a_norm_of_one_channel_on_each_rank() -> None:
 
 
 class ReadTwice(nn.Module):
-    """Running statistics, read before, between and after two uses of the norm."""
+    """Reads running statistics before, between and after two uses of the norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ class ReadTwice(nn.Module):
 
 
 class Unused(nn.Module):
-    """Norms whose results nobody reads, but whose statistics count."""
+    """Norms whose results are unused, but whose statistics are updated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,31 +116,105 @@ def test_statistics(world: int, grid: str, model: type[nn.Module]) -> None:
     check(model, grid, [(4, 3, 6, 5)], steps=2)
 
 
-class Flat(nn.Module):
-    def __init__(self, start: int) -> None:
+class Levels(nn.Module):
+    """A concatenation of levels with fewer rows than ranks, and a class map."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.conv, self.start = nn.Conv2d(3, 5, 3, padding=1), start
+        self.down = nn.Conv2d(3, 4, 3, 4, 1)
+        self.side = nn.Conv2d(3, 4, 1, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.cat([self.down(x), self.side(x)], 1)
+        return y, y.argmax(1)
+
+
+def levels() -> tuple[float, bool]:
+    net, plain = pair("h4", Levels)
+    x = torch.randn(2, 3, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    (have, classes), (want, expected) = net(x), plain(x)
+    have.sum().backward()
+    return relative(have, want), torch.equal(classes, expected)
+
+
+def test_empty_shards_in_a_concatenation_and_an_argmax() -> None:
+    for error, is_equal in run(4, levels):
+        assert error < 1e-12 and is_equal
+
+
+class Branching(nn.Module):
+    """Branches on the image size, and pools with windows that may start outside the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.pool = nn.AvgPool2d(4, 3, 2, ceil_mode=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x).flatten(self.start)
+        x = self.conv(x)
+        if x.shape[2] > 20:
+            x = x * 2
+        return self.pool(x)
 
 
-def slices_of(grid: str, start: int) -> tuple[bool, str]:
-    """Whether the local output is the part that is said; and what is said of a size that was not seen."""
-    torch.manual_seed(0)
-    model = Flat(start).double()
-    net = distfx.parallelize(model, grid, outputs="local")
-    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
-    y, want = net(x), model(x)
-    said = ""
-    try:
-        net.output_slices(0, (*want.shape[:-1], 77))
-    except distfx.DistfxError as error:
-        said = str(error)
-    return torch.allclose(y, want[net.output_slices(0, want.shape)], atol=1e-12, rtol=0), said
+def branching() -> tuple[float, int]:
+    net, plain = pair("h2", Branching)
+    net.float()
+    plain.float()
+    errors = []
+    for size in (24, 25, 26, 27, 14, 15, 24, 12):
+        x = torch.randn(2, 3, size, size + 1, generator=torch.Generator().manual_seed(size))
+        errors.append(relative(net(x), plain(x)))
+    return max(errors), len(net.graphs)
 
 
-@cases("grid start", [("c2", 1), ("h2", 2), ("c2", 2)])
-def test_slices_of_a_flat_output(world: int, grid: str, start: int) -> None:
-    for right, said in run(world, slices_of, grid, start):
-        assert right and ("follows from the input" in said or (grid, start) == ("c2", 2))
+def test_models_that_branch_on_sizes_have_a_graph_for_each_case() -> None:
+    for error, graphs in run(2, branching):
+        assert error < 1e-5 and graphs > 2
+
+
+class ModeDependent(nn.Module):
+    """Fractions of sizes, different constants in each mode, a head for training only, chained buffer writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.aux = nn.Conv2d(8, 8, 1)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("ema", torch.zeros(1, 8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, w = x.shape[-2:]
+        y = self.conv(x) * (3.5 / (h * w)) * self.gain.type_as(x)
+        self.ema.mul_(0.9).add_(y.detach().mean((0, 2, 3), keepdim=True))
+        if self.training:
+            y = self.aux(y) * torch.tensor(2.0, dtype=torch.float64)
+        return y * torch.tensor(3.0, dtype=torch.float64) - self.ema.detach()
+
+
+def alternate_modes(grid: str, first: bool) -> float:
+    torch.manual_seed(3)
+    model = ModeDependent().double().train(first)
+    net, plain = distfx.parallelize(model, distfx.Grid.parse(grid)), copy.deepcopy(model)
+    errors = []
+    for train in (first, not first, first):
+        net.train(train)
+        plain.train(train)
+        x = torch.randn(4, 3, 6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        have, want = net(x), plain(x)
+        errors.append(relative(have, want))
+        for module in (net, plain):
+            module.zero_grad()
+        have.square().sum().backward()
+        want.square().sum().backward()
+        expected = dict(plain.named_parameters())
+        pairs = [(p.grad, expected[n].grad) for n, p in net.named_parameters() if expected[n].grad is not None]
+        errors += [relative(a.full_tensor(), b) for a, b in pairs]
+    errors += [relative(value, plain.state_dict()[key]) for key, value in net.full_state_dict().items()]
+    return max(errors)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("grid", ["c2", "n2", "h2"])
+def test_models_that_depend_on_the_mode(grid: str, first: bool) -> None:
+    assert max(run(2, alternate_modes, grid, first)) < 1e-10

@@ -1,6 +1,6 @@
-"""The GPU path: cuDNN kernels, NCCL moves, channels_last, autocast. Runs where there are GPUs, is skipped elsewhere.
+"""The GPU path: cuDNN kernels, NCCL moves, channels_last, autocast. Skipped without GPUs.
 
-Each test starts torchrun with one rank for each GPU that its grid needs; this module is also the script they run.
+Each test starts torchrun with one rank per GPU. This module is also the script that the ranks run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def network() -> nn.Module:
 
 
 def compare(grid: str, strategy: str, channels_last: bool) -> None:
-    """On each rank: outputs, input gradient and parameter gradients against the same model on this GPU alone."""
+    """Compare outputs, input gradient and parameter gradients on each rank with the same model on one GPU."""
     launch = distfx.init()
     assert launch.device.type == "cuda" and launch.backend == "nccl", launch
     torch.manual_seed(0)

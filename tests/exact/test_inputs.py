@@ -1,4 +1,4 @@
-"""What a parallel model is given and returns: tensors whole, sharded or cut otherwise, several, nested, by keyword."""
+"""Inputs and outputs: plain tensors, DTensors in any sharding, several, nested, optional, by keyword; slices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.exact import check, relative
-from support.models import Image, on, pair
+from support.models import Image, cases, on, pair
 from support.ranks import run
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -24,12 +24,12 @@ def sharded_input(grid: str, dims: tuple[int, ...], uneven: bool) -> tuple[float
     x = torch.randn(4, 3, 9 if uneven else 8, 8, dtype=torch.float64)
     part = net.input_slices(0, x.shape)
     local = x[part].clone().requires_grad_()
-    given = DTensor.from_local(
+    sharded = DTensor.from_local(
         local, net.grid.mesh, [Shard(dim) for dim in dims], run_check=False, shape=x.shape, stride=x.stride()
     )
     whole = x.clone().requires_grad_()
     with distfx.record_comm() as ledger:
-        y = net(given)
+        y = net(sharded)
     want = plain(whole)
     y.square().sum().backward()
     want.square().sum().backward()
@@ -49,35 +49,34 @@ def other_sharding() -> float:
     net, plain = pair("n2h2", Image)
     torch.manual_seed(5)
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
-    given = DTensor.from_local(x, net.grid.mesh, [Replicate(), Replicate()], run_check=False)
-    return relative(net(given), plain(x))
+    replicated = DTensor.from_local(x, net.grid.mesh, [Replicate(), Replicate()], run_check=False)
+    return relative(net(replicated), plain(x))
 
 
-def test_a_dtensor_in_another_layout_is_brought_into_ours() -> None:
+def test_a_dtensor_with_another_sharding_is_redistributed() -> None:
     assert max(run(4, other_sharding)) < 1e-12
 
 
 def chunked_input() -> float:
-    """DTensor cuts 8 samples into 3, 3, 2; distfx into 2, 3, 3: on one rank the shapes agree."""
+    """DTensor splits 8 samples into 3, 3, 2, but distfx into 2, 3, 3. On one rank the shapes agree."""
     net, plain = pair("n3", Image)
     x = torch.randn(8, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    given = distribute_tensor(x, net.grid.mesh, [Shard(0)])
-    return relative(net(given), plain(x))
+    return relative(net(distribute_tensor(x, net.grid.mesh, [Shard(0)])), plain(x))
 
 
-def test_a_dtensor_cut_otherwise_on_some_ranks_only() -> None:
+def test_a_dtensor_that_differs_from_the_plan_on_some_ranks_only() -> None:
     assert max(run(3, chunked_input)) < 1e-12
 
 
 def uneven_shards() -> tuple[list[str], float]:
-    """Of a DTensor whose parts are not the plan's."""
+    """The warnings and the error of a call with a DTensor whose parts differ from the plan."""
     net, plain = pair("h2", Image)
     x = torch.randn(2, 3, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    given = distribute_tensor(x, net.grid.mesh, [Shard(2)])
-    with warnings.catch_warnings(record=True) as said:
+    sharded = distribute_tensor(x, net.grid.mesh, [Shard(2)])
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        error = max(relative(net(given), plain(x)) for _ in range(2))
-    return [str(each.message) for each in said if "gathered" in str(each.message)], error
+        error = max(relative(net(sharded), plain(x)) for _ in range(2))
+    return [str(each.message) for each in caught if "gathered" in str(each.message)], error
 
 
 def test_a_sharded_input_that_must_be_gathered_is_reported_once() -> None:
@@ -99,7 +98,7 @@ class Several(nn.Module):
 def several() -> float:
     torch.manual_seed(3)
     model = Several().double()
-    net = distfx.parallelize(model, distfx.Grid(h=2))  # rank and number of inputs are known at the first call only
+    net = distfx.parallelize(model, distfx.Grid(h=2))  # the inputs are known at the first call only
     x, y = (torch.randn(2, 3, 7, 6, dtype=torch.float64) for _ in range(2))
     have, want = net(x, y), model(x, y)
     assert list(have) == list(want) and isinstance(have["pair"], tuple)
@@ -128,7 +127,7 @@ def test_keywords_in_any_order_and_other_arguments() -> None:
 
 @dataclass
 class Scored:
-    """What a model may return, unknown to torch.export."""
+    """A dataclass that torch.export does not know."""
 
     image: Tensor
     scores: dict[str, Tensor]
@@ -141,7 +140,7 @@ class Scores(Image):
         return [Scored(y, {"mean": y.mean((2, 3))})]
 
 
-def dataclasses_out() -> list[float]:
+def return_dataclasses() -> list[float]:
     torch.manual_seed(0)
     model = Scores().double()
     plain = copy.deepcopy(model)
@@ -156,13 +155,13 @@ def dataclasses_out() -> list[float]:
     return errors + [relative(p.grad.full_tensor(), q.grad) for p, q in pairs]
 
 
-def test_dataclasses_are_returned_as_such() -> None:
-    for errors in run(2, dataclasses_out):
+def test_dataclasses_are_returned() -> None:
+    for errors in run(2, return_dataclasses):
         assert max(errors) < 1e-10
 
 
 class Optional(nn.Module):
-    """Tensors that may be there or not, by position, by keyword, by keyword only; in a dict or a list."""
+    """Optional tensors, by position, by keyword, by keyword only, in a dict or a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +202,7 @@ def structures(grid: str) -> list[float]:
 
 
 @pytest.mark.parametrize("grid", ["h2", "c2"])
-def test_a_graph_serves_calls_of_its_own_structure_only(grid: str) -> None:
+def test_each_structure_of_arguments_has_its_graph(grid: str) -> None:
     for errors in run(2, structures, grid):
         assert max(errors) < 1e-12, errors
 
@@ -221,7 +220,9 @@ def test_a_dtensor_of_partial_sums_is_summed() -> None:
     assert max(run(2, partial_input)) < 1e-12
 
 
-class Free(nn.Module):
+class ScaledByVector(nn.Module):
+    """Takes a vector that has no batch dim."""
+
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3, padding=1)
@@ -232,17 +233,17 @@ class Free(nn.Module):
 
 def short_vector() -> float:
     torch.manual_seed(4)
-    model = Free().double()
+    model = ScaledByVector().double()
     x, v = torch.randn(4, 3, 6, 6, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
     return relative(distfx.parallelize(model, "n4")(x, v), model(x, v))
 
 
-def test_a_vector_is_no_batch() -> None:
+def test_a_vector_is_not_a_batch() -> None:
     assert max(run(4, short_vector)) < 1e-12
 
 
 class OneImage(nn.Module):
-    """Every layer that takes an image without a batch, too."""
+    """All layers that also take images without a batch dim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,3 +265,35 @@ def test_images_without_a_batch(world: int, grid: str) -> None:
     algorithms = {row.algorithm for row in results[0]["rows"] if "convolution" in row.op}
     expected = "stationary" if "c" in grid else "spatial" if grid else "replicated"
     assert algorithms and all(expected in algorithm for algorithm in algorithms), algorithms
+
+
+class Flattened(nn.Module):
+    """A convolution with a flat output."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.conv, self.start = nn.Conv2d(3, 5, 3, padding=1), start
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).flatten(self.start)
+
+
+def slices_of(grid: str, start: int) -> tuple[bool, str]:
+    """Whether the local output is the part that ``output_slices`` names, and its error for another size."""
+    torch.manual_seed(0)
+    model = Flattened(start).double()
+    net = distfx.parallelize(model, grid, outputs="local")
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    y, want = net(x), model(x)
+    message = ""
+    try:
+        net.output_slices(0, (*want.shape[:-1], 77))
+    except distfx.DistfxError as error:
+        message = str(error)
+    return torch.allclose(y, want[net.output_slices(0, want.shape)], atol=1e-12, rtol=0), message
+
+
+@cases("grid start", [("c2", 1), ("h2", 2), ("c2", 2)])
+def test_slices_of_a_flat_output(world: int, grid: str, start: int) -> None:
+    for is_equal, message in run(world, slices_of, grid, start):
+        assert is_equal and ("depends on the input" in message or (grid, start) == ("c2", 2))

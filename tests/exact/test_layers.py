@@ -1,4 +1,4 @@
-"""Every other kind of layer: pooling, linear, reshapes, elementwise, padding, reductions, tokens, outputs."""
+"""Layers other than convolutions: pooling, linear, reshapes, elementwise, padding, reductions, tokens, outputs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_pooling(world: int, grid: str) -> None:
         ("c4", (1, 2, 6, 5), "MaxPool2d(2)"),
     ],
 )
-def test_pooling_of_other_ranks_and_tiny_shards(world: int, grid: str, shape: tuple[int, ...], pool: str) -> None:
+def test_pooling_in_1d_and_3d_and_tiny_shards(world: int, grid: str, shape: tuple[int, ...], pool: str) -> None:
     same(grid, shape, f"Conv{len(shape) - 2}d(2, 3, 1)", pool)
 
 
@@ -159,7 +159,7 @@ def test_reshape(world: int, grid: str, text: str) -> None:
 
 @on("n2c2", "c4")
 def test_flatten_layer(world: int, grid: str) -> None:
-    """One channel more than the axis divides; the linear layer then has whole channels for its granule."""
+    """The axis does not divide the channels, so the granules of the linear layer are whole channels."""
     same(
         grid, (2, 3, 28, 28), "Conv2d(3, 5, 3, 7, 1)", "ReLU()", "Flatten()", "Linear(80, 6)", "ReLU()", "Linear(6, 2)"
     )
@@ -205,7 +205,7 @@ def test_prelu_slopes_of_uneven_channels(world: int, grid: str) -> None:
 
 
 class Gate(nn.Module):
-    """Squeeze and excite: a (N, C, 1, 1) gate."""
+    """Squeeze and excite, with a gate of shape (N, C, 1, 1)."""
 
     def __init__(self, linear: bool) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_squeeze_and_excite(world: int, grid: str, linear: bool) -> None:
 
 
 class Branches(nn.Module):
-    """Sums and products of branches, one of them in place; a branch used twice."""
+    """Sums and products of branches, one of them in place, and a branch that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def test_branches(world: int, grid: str, strategy: str) -> None:
     ],
 )
 def test_other_expressions(world: int, grid: str, text: str) -> None:
-    """Broadcasts between split dims, and operators without a rule: right in any case."""
+    """Broadcasts between split dims, and other operators, by a rule or by a fallback."""
     same(grid, (2, 3, 8, 6), "Conv2d(3, 4, 3, padding=1)", f"f({text!r})")
 
 
@@ -312,7 +312,7 @@ def test_pad(world: int, grid: str) -> None:
 @pytest.mark.parametrize("layer", ["ZeroPad2d((1, 0, 2, 1))", "ReplicationPad2d(2)", "ConstantPad2d(-1, 0.0)"])
 @on("c2h2", "h2w2")
 def test_pad_layers_first(world: int, grid: str, layer: str) -> None:
-    """On the input itself, which a convolution then reads through its own window."""
+    """Padding of the input, which a convolution then reads through its own window."""
     same(grid, (2, 3, 10, 9), layer, "Conv2d(3, 4, 3, 2)", "ReLU()", "Conv2d(4, 2, 2)")
 
 
@@ -385,8 +385,8 @@ def test_one_tensor_returned_twice(world: int, grid: str) -> None:
     check(SameOutput, grid, [(2, 3, 6, 6)])
 
 
-class BoundCall(nn.Module):
-    """Gives a size, a view of its input, and a sum, which their user writes into."""
+class MixedOutputs(nn.Module):
+    """Returns a tensor that its user modifies in place, a size, and a view of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,7 +398,7 @@ class BoundCall(nn.Module):
 
 
 def sized(outputs: str) -> tuple[int, bool, tuple[int, ...]]:
-    model = BoundCall().to(memory_format=torch.channels_last)
+    model = MixedOutputs().to(memory_format=torch.channels_last)
     net = distfx.parallelize(model, "h2", outputs=outputs)
     x = torch.randn(2, 3, 10, 8, requires_grad=True)
     y, half, flat = net(x)
@@ -408,7 +408,7 @@ def sized(outputs: str) -> tuple[int, bool, tuple[int, ...]]:
     return half, net.conv.weight.to_local().is_contiguous(memory_format=torch.channels_last), tuple(y.shape)
 
 
-def test_outputs_are_the_users_own_and_sizes_may_be_among_them() -> None:
+def test_outputs_may_be_modified_and_may_contain_sizes() -> None:
     assert run(2, sized, "global") == [(5, True, (2, 4, 10, 8))] * 2
     assert run(2, sized, "local") == [(5, True, (2, 4, 5, 8))] * 2
 
@@ -417,7 +417,7 @@ def test_outputs_are_the_users_own_and_sizes_may_be_among_them() -> None:
 
 
 class Tokens(nn.Module):
-    """Attention over space: rows of tokens stay where they are, keys and values are gathered."""
+    """Attention over space: queries stay split by rows, keys and values are gathered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -434,7 +434,7 @@ class Tokens(nn.Module):
 
 
 class Shuffled(nn.Module):
-    """What follows a pixel shuffle works on rows in pairs, until a convolution wants single ones."""
+    """After a pixel shuffle, rows are split in pairs, until a convolution needs single rows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Whole models on every grid: parallel equals plain, outputs, gradients, running statistics, predicted bytes."""
+"""Small models on every grid against one process: outputs, gradients, running statistics, predicted bytes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ CHANNEL_GRIDS = ("c2", "c3", "c4", "c6", "n2c2", "c2h2", "c4h2", "n2c4", "n2c2h2
 
 @on(*(grid for ranks in (1, 2, 3, 4, 6, 8) for grid in grids(ranks, "nchw")))
 def test_every_grid(world: int, grid: str) -> None:
-    """Uneven everywhere: 8 samples, 6, 8 and 7 channels, 19 rows, 22 columns; some shards are empty."""
+    """All splits are uneven: 8 samples, 6, 8 and 7 channels, 19 rows, 22 columns; some shards are empty."""
     check(Rich, grid, [(8, 3, 19, 22)])
 
 
@@ -39,13 +39,13 @@ def test_channel_algorithms(world: int, grid: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ALGORITHMS)
 @on("c2", "c3", "c4", "n2c2", "c2h2")
 def test_channel_algorithms_uneven(world: int, grid: str, strategy: str) -> None:
-    """Primes: no layer's channels are divisible, and some ranks of c4 have none."""
+    """Prime numbers of channels: no axis divides them, and some ranks of c4 have none."""
     check(Plain, grid, [(2, 3, 9, 7)], strategy=strategy, kwargs={"channels": (5, 3, 11, 7)})
 
 
 @on("c4", "c6", "n2c4", "c4h2")
 def test_mixed_algorithms(world: int, grid: str) -> None:
-    """Each layer its own: the order of the channel axes changes from one to the next."""
+    """Each layer has another algorithm, so the order of the channel axes changes between layers."""
     strategy = {
         "convs.0": "stationary-y",
         "convs.1": "stationary-w",
@@ -57,7 +57,7 @@ def test_mixed_algorithms(world: int, grid: str) -> None:
 
 @on("", "h2", "c2", "w2", "h3", "c2h2", "h2w2", "c2h2w2")
 def test_many_sizes_one_network(world: int, grid: str) -> None:
-    """Batch 1 too, odd sizes, and each size twice: the second time nothing is bound anew."""
+    """Odd sizes and a batch of one. Each size occurs twice, and the second time uses the cached graph."""
     check(Rich, grid, [(2, 3, 32, 32), (1, 3, 33, 17), (3, 3, 40, 47)], steps=2, again=True)
 
 
@@ -73,7 +73,7 @@ def test_many_volumes_one_network(world: int, grid: str, shapes: list[tuple[int,
 
 @on("", "n2", "c2", "h2", "w3", "n2c2", "c2h2", "h2w2", "c4", "n2c2h2")
 def test_eval_mode(world: int, grid: str) -> None:
-    """Running statistics instead of the batch's; a batch of 1 where samples are not split."""
+    """Running statistics instead of batch statistics; a batch of 1 if samples are not split."""
     check(Rich, grid, [(2, 3, 21, 20), (2 if "n" in grid else 1, 3, 32, 30)], train=False)
 
 
@@ -84,5 +84,5 @@ def test_float32(world: int, grid: str) -> None:
 
 @on("c2", "h2", "c2h2")
 def test_input_without_gradient(world: int, grid: str) -> None:
-    """What the input's gradient would have sent is neither sent nor predicted."""
+    """The communication of the input gradient is neither performed nor predicted."""
     check(Rich, grid, [(2, 3, 32, 32)], input_grad=False)

@@ -1,8 +1,8 @@
-"""The networks of ``examples/models``, tiny: parallel equals plain, training included.
+"""The networks of ``examples/models``, with few channels, against one process.
 
-Outputs, all gradients, running statistics, and three steps of SGD, in train and in eval mode. Batches are large enough
-that batch norm does not magnify rounding; sizes are uneven where the network allows it. Each network runs on a few
-grids; ``pytest -m zoo tests/test_networks.py`` runs all of them on all.
+Outputs, all gradients, running statistics and three steps of SGD are compared, in train and in eval mode. Batches are
+large enough that batch norm does not magnify rounding. Sizes are uneven where the network allows it. Each network runs
+on a few grids; ``pytest -m zoo tests/exact/test_networks.py`` runs each of them on every grid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 
 
 class Network(NamedTuple):
-    """How to build it, what it takes, and the grids it is tested on each time."""
+    """How to build a network, the shape of its input, and the grids of the default run."""
 
     build: Callable[..., nn.Module]
     kwargs: dict[str, Any]
@@ -135,14 +135,14 @@ NETWORKS = {
 }
 
 
-def chosen(mode: str) -> Iterator[tuple[str, str]]:
+def default_runs(mode: str) -> Iterator[tuple[str, str]]:
     """Each network with its grids for ``mode``."""
     for name, network in NETWORKS.items():
         for grid in getattr(network, mode).split():
             yield grid, name
 
 
-def everything() -> Iterator[tuple[str, str]]:
+def all_runs() -> Iterator[tuple[str, str]]:
     """Each network with every factorisation of 2, 3, 4, 6 and 8 ranks that its input allows."""
     for name, network in NETWORKS.items():
         shape = network.shape if isinstance(network.shape[0], int) else network.shape[0]
@@ -158,22 +158,22 @@ def compare(name: str, grid: str, train: bool) -> None:
     net = NETWORKS[name]
     results = check(net.build, grid, [net.shape], kwargs=net.kwargs, train=train, sgd=3, again=True, **net.options)
     unused = {"auxiliary.weight", "auxiliary.bias"} if name == "inception" and not train else set()
-    assert results[0]["idle"] == unused, "the input does not reach every layer"
+    assert results[0]["idle"] == unused, "some layers have no gradient, so nothing was compared"
 
 
-@cases("grid name", chosen("train"))
+@cases("grid name", default_runs("train"))
 def test_training(world: int, grid: str, name: str) -> None:
     compare(name, grid, train=True)
 
 
-@cases("grid name", chosen("eval"))
+@cases("grid name", default_runs("eval"))
 def test_evaluation(world: int, grid: str, name: str) -> None:
-    """With running statistics; gradients too, as when a trained network is tuned with its norms frozen."""
+    """With running statistics. Gradients are compared too, as in fine-tuning with frozen norms."""
     compare(name, grid, train=False)
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@cases("grid name", everything())
+@cases("grid name", all_runs())
 def test_every_grid(world: int, grid: str, name: str, train: bool) -> None:
     compare(name, grid, train)

@@ -1,4 +1,4 @@
-"""Parameters that are shared, computed, normalised, frozen, or used in expressions; modules with modes of their own."""
+"""Parameters that are shared, computed, normalised, frozen or used in expressions; modules in different modes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_shared_parameters(world: int, grid: str, strategy: str) -> None:
 
 
 class Scaled(nn.Module):
-    """Layer scale, a parameter in an expression, one used in two ways, a buffer, and a weight made in forward."""
+    """Layer scale, parameters in expressions, one used in two ways, a buffer, and a weight computed in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_parameters_in_expressions(world: int, grid: str) -> None:
 
 
 class PositionEmbedding(nn.Module):
-    """A parameter with a dim of space."""
+    """A parameter with spatial dims."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_parameter_with_space(world: int, grid: str) -> None:
 
 
 class Normalized(nn.Module):
-    """Weight norm, a parametrization of torch's own."""
+    """Weight norm, as a parametrization of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_weight_norm(world: int, grid: str) -> None:
 
 
 class Reparametrised(nn.Module):
-    """Norms of weights, as parametrizations and as hooks: the power iteration of a spectral norm writes buffers."""
+    """Norms of weights, as parametrizations and as hooks. The power iteration of a spectral norm writes buffers."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_norms_of_weights(world: int, grid: str, name: str, train: bool) -> None
 
 
 class Standardised(nn.Conv2d):
-    """Weight standardisation with a gain, by hand or, as timm does it, by a batch norm of the weight."""
+    """Weight standardisation with a gain, written out, or as in timm by a batch norm of the weight."""
 
     def __init__(self, *args: Any, by_norm: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -144,7 +144,7 @@ class StandardisedStack(nn.Sequential):
 
 @pytest.mark.parametrize("by_norm", [False, True])
 @on("c2", "c3", "c2h2", "n2c2")
-def test_computed_weights_are_computed_in_shards(world: int, grid: str, by_norm: bool) -> None:
+def test_computed_weights_are_sharded(world: int, grid: str, by_norm: bool) -> None:
     results = check(StandardisedStack, grid, [(2, 3, 8, 7)], kwargs={"by_norm": by_norm}, strategy="stationary-y")
     of_weights = [row for row in results[0]["rows"] if row.op.startswith(("batch_norm", "rsqrt"))]
     assert len(of_weights) == 2 and all("/c" in row.layout for row in of_weights), of_weights
@@ -153,7 +153,7 @@ def test_computed_weights_are_computed_in_shards(world: int, grid: str, by_norm:
 
 
 def frozen(grid: str, names: tuple[str, ...]) -> dict[str, float]:
-    """The errors of a model some of whose parameters need no gradient; one that has a gradient all the same is 1."""
+    """The errors of a model with frozen parameters. The error is 1 for a frozen parameter that has a gradient."""
     torch.manual_seed(5)
     texts = ("Conv2d(3, 4, 3, padding=1, bias=False)", "BatchNorm2d(4)", "ReLU()", "Conv2d(4, 5, 3, 2, 1)", "Flatten()")
     model = stack(*texts, "Linear(5 * 16 * 16, 3)").double()
@@ -193,7 +193,7 @@ def test_frozen_parameters(world: int, grid: str, names: tuple[str, ...]) -> Non
 
 @on("c2", "h2", "n2")
 def test_no_gradients_at_all(world: int, grid: str) -> None:
-    """Under ``no_grad`` nothing is kept for a backward pass."""
+    """Under ``no_grad`` nothing is saved for backward."""
     for error, needs in run(world, without_gradients, grid):
         assert error < 1e-12 and not needs
 
@@ -209,7 +209,7 @@ def without_gradients(grid: str) -> tuple[float, bool]:
 
 
 def accumulated(grid: str) -> dict[str, float]:
-    """The errors of gradients that three calls have added up."""
+    """The errors of gradients accumulated over three calls."""
     torch.manual_seed(5)
     model = stack("Conv2d(3, 4, 3, padding=1, bias=False)", "BatchNorm2d(4)", "ReLU()", "Conv2d(4, 2, 3)").double()
     plain = copy.deepcopy(model)
@@ -232,7 +232,7 @@ def test_gradients_accumulate(world: int, grid: str) -> None:
 
 
 class Frozen(nn.Module):
-    """Features without gradients, a norm that is kept in eval mode, a head whose output nobody uses."""
+    """Features without gradients, a norm that stays in eval mode, a head whose output is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,18 +279,16 @@ def modes(grid: str) -> list[float]:
         module.train()
     compare()
     for module in (net, plain):
-        module.norm.train()  # one module by itself
+        module.norm.train()  # a single module
     compare()
     for module in (net, plain):
         module.eval()
     compare()
-    assert all(module.training for module in model.modules() if module is not model.norm), (
-        "the model itself was touched"
-    )
+    assert all(module.training for module in model.modules() if module is not model.norm), "the model was modified"
     return errors
 
 
 @on("n2", "h2", "c2")
-def test_every_module_has_its_mode(world: int, grid: str) -> None:
+def test_every_module_has_its_own_mode(world: int, grid: str) -> None:
     for errors in run(world, modes, grid):
         assert max(errors) < 1e-10

@@ -1,4 +1,4 @@
-"""Training as torch does it: optimizers, averages, gradients and hooks, state dicts, modes, dtypes and autocast."""
+"""Training: optimizers, averages, gradients and hooks, state dicts, modes, dtypes and autocast, as on one device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_optimizers_and_clipping(grid: str, name: str) -> None:
 
 
 def fused(grid: str, channels_last: bool) -> float:
-    """A step of an optimizer that takes for granted that gradients lie in memory as their parameters do."""
+    """One step of a fused optimizer, which assumes that gradients have the memory format of their parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3))
     if channels_last:
@@ -64,19 +64,19 @@ def fused(grid: str, channels_last: bool) -> float:
         optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
         module(x).square().sum().backward()
         optimizer.step()
-    biases = ("0.bias", "1.bias")  # before a batch norm: zero but for rounding, and Adam divides by that
+    biases = ("0.bias", "1.bias")  # before a batch norm: zero except for rounding, by which Adam divides
     state = plain.state_dict()
     return max(relative(v, state[k]) for k, v in net.full_state_dict().items() if k not in biases)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("grid", ["n2", "h2", "c2"])
-def test_gradients_lie_as_their_parameters(grid: str, channels_last: bool) -> None:
+def test_gradients_have_the_memory_format_of_their_parameters(grid: str, channels_last: bool) -> None:
     assert max(run(2, fused, grid, channels_last)) < 1e-9
 
 
 def averaged(grid: str) -> tuple[float, float]:
-    """A moving average of the parameters, as torch keeps it: by a copy."""
+    """A moving average of the parameters, which torch keeps in a deep copy of the module."""
     net, plain = pair(grid)
     x = torch.randn(4, 3, 8, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     averages, outputs = [], []
@@ -155,7 +155,7 @@ def second_derivative() -> str:
     return "no error"
 
 
-def test_second_derivatives_are_refused_not_wrong() -> None:
+def test_second_derivatives_raise() -> None:
     assert all("once_differentiable" in text for text in run(2, second_derivative))
 
 
@@ -229,7 +229,7 @@ def test_to_another_dtype() -> None:
 
 
 def autocast_runs(grid: str) -> list[tuple[torch.dtype, torch.dtype, float]]:
-    """Of two networks: the dtypes of both outputs, and how far they are apart."""
+    """For two networks: the dtypes of both outputs, and their relative error."""
     results = []
     x = torch.randn(4, 3, 8, 10, generator=torch.Generator().manual_seed(1))
     for cls in (Net, Image):
@@ -245,14 +245,14 @@ def autocast_runs(grid: str) -> list[tuple[torch.dtype, torch.dtype, float]]:
 
 @pytest.mark.parametrize("world, grid", [(1, "n1"), (2, "n2"), (2, "c2"), (2, "h2"), (4, "c2h2")])
 def test_autocast(world: int, grid: str) -> None:
-    """Computes in the same precision as the model does, on every grid."""
+    """The precision is that of the plain model, on every grid."""
     for results in run(world, autocast_runs, grid):
-        for dtype, wanted, error in results:
-            assert dtype == wanted == torch.bfloat16 and error < 0.05
+        for dtype, expected, error in results:
+            assert dtype == expected == torch.bfloat16 and error < 0.05
 
 
 class Pooled(nn.Module):
-    """Its convolutions go without a halo; on small images some ranks have nothing to do."""
+    """Convolutions without halos. On small images some ranks have empty parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,33 +263,32 @@ class Pooled(nn.Module):
         return self.up(self.conv(x).relu()).mean((2, 3))
 
 
-def autocast_of_nothing() -> tuple[set[torch.dtype], torch.dtype, float]:
-    """The dtypes that a rank sends, of the result, and how far that is from the one alone."""
+def autocast_with_empty_parts() -> tuple[set[torch.dtype], torch.dtype, float]:
+    """The dtypes that this rank sends, the dtype of the result, and its error."""
     torch.manual_seed(3)
     model = Pooled()
     torch.nn.init.ones_(model.conv.weight)
     torch.nn.init.ones_(model.up.weight)
     net = distfx.parallelize(model, "h4", example_inputs=(torch.randn(2, 3, 32, 8),))
-    net._engine.example_is_guessed = False
     sent = set()
 
-    def noted(segment: Any, tensor: Tensor, op: str = "sum") -> Any:
+    def record_dtype(segment: Any, tensor: Tensor, op: str = "sum") -> Any:
         sent.add(tensor.dtype)
         return transport.all_reduce(segment, tensor, op)
 
-    with torch.autocast("cpu", dtype=torch.bfloat16), patch.object(transfers, "all_reduce", noted):
+    with torch.autocast("cpu", dtype=torch.bfloat16), patch.object(transfers, "all_reduce", record_dtype):
         y, want = net(torch.ones(2, 3, 2, 8)), model(torch.ones(2, 3, 2, 8))
     y.float().sum().backward()
     return sent, y.dtype, relative(y.float(), want.float())
 
 
-def test_autocast_where_some_ranks_have_nothing() -> None:
-    for sent, dtype, error in run(4, autocast_of_nothing):
+def test_autocast_where_some_ranks_have_empty_parts() -> None:
+    for sent, dtype, error in run(4, autocast_with_empty_parts):
         assert sent == {torch.bfloat16} and dtype == torch.bfloat16 and error < 0.02
 
 
-class Unguessed(nn.Module):
-    """Its input cannot be told from a first layer."""
+class Uninferable(nn.Module):
+    """A model whose input cannot be inferred from its first layer."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -301,11 +300,11 @@ class Unguessed(nn.Module):
 
 
 def first_call_in_inference_mode(example: bool) -> tuple[bool, int]:
-    """Of a model whose input cannot be told, or can: whether it trains after a first look at it."""
+    """Whether the model trains after a first call in inference mode, and the number of gradients."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.ReflectionPad2d(3))
-    given = (torch.randn(2, 3, 8, 8),) if example else None
-    net = distfx.parallelize(model if example else Unguessed(model), "h2", example_inputs=given)
+    example_inputs = (torch.randn(2, 3, 8, 8),) if example else None
+    net = distfx.parallelize(model if example else Uninferable(model), "h2", example_inputs=example_inputs)
     x = torch.randn(2, 3, 8, 8)
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         net(x)
@@ -317,5 +316,5 @@ def first_call_in_inference_mode(example: bool) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("example", [True, False])
 def test_first_call_in_inference_mode(example: bool) -> None:
-    """What is made then is made for training, too."""
+    """Graphs and parameters that are created in inference mode serve training, too."""
     assert run(2, first_call_in_inference_mode, example) == [(True, 2)] * 2

@@ -1,13 +1,13 @@
-"""Models of other libraries, unmodified: parallel equals plain. Slow; not part of a plain ``pytest``.
+"""Models of other libraries, unmodified: the distributed model equals the plain one. Slow; run with ``-m zoo``.
 
     pip install --no-deps torchvision timm monai segmentation-models-pytorch diffusers dynamic-network-architectures
-    pytest -m zoo tests/test_zoo.py                  # or with -k, for some of them
-    DISTFX_ZOO_TABLE=docs/zoo.md pytest ...          # also writes what came out into this table
+    pytest -m zoo tests/exact/test_zoo.py            # with -k for some of them
+    DISTFX_ZOO_TABLE=docs/zoo.md pytest ...          # also writes the results into this table
 
-In float64, in training mode, dropout and stochastic depth set to zero. Outputs, all gradients and running statistics
-are compared. Deep batch norms of few samples magnify rounding, and a bias before a norm has a gradient that is nothing
-else. So each value may differ by 1e-10, or by some times what the model in a single process makes of an input whose
-last bits have changed; the table has both.
+Models run in float64 and in training mode, with dropout and stochastic depth set to zero. Outputs, all gradients and
+running statistics are compared. Deep batch norms with few samples magnify rounding, and the gradient of a bias before a
+norm consists of rounding alone. So each value may differ by 1e-10, or by a multiple of its sensitivity: its change in
+one process when the last bits of the input change. The table shows both.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ pytestmark = [pytest.mark.zoo, pytest.mark.timeout(1200)]
 
 TOLERANCE = 1e-10
 ROUNDING = 100.0
-"""How many times as much as the last bits of the input other orders of summation may do: the most that was seen, of
-biases before instance norms, is 40."""
+"""The largest allowed ratio of error to sensitivity. The largest observed is 40, for biases before instance norms."""
 IMAGE, SMALL, VOLUME = (4, 3, 64, 64), (4, 3, 32, 32), (2, 1, 32, 32, 32)
 ALL = "n2 c2 h2 n2h2 c2h2"
 TWO = "n2 c2 h2"
@@ -118,7 +117,7 @@ PACKAGES = {text.split(".")[0] for _, text, _, _ in ZOO}
 
 
 def build(text: str) -> nn.Module:
-    """The model that ``text`` makes, without dropout; its library is imported first."""
+    """Import the library and evaluate ``text``; returns the model without dropout."""
     package = text.split(".")[0]
     if package in ("torchvision", "timm", "segmentation_models_pytorch"):
         _define_missing_operators()
@@ -134,7 +133,7 @@ def build(text: str) -> nn.Module:
 
 
 def _define_missing_operators() -> None:
-    """torchvision's wheels lack their operators beside a CPU build of torch; its models need only their names."""
+    """Define operators that torchvision's wheels lack with a CPU build of torch. Its models need only their names."""
     if hasattr(torch.ops.torchvision, "nms"):
         return
     global _library
@@ -144,7 +143,7 @@ def _define_missing_operators() -> None:
 
 
 def compare(text: str, grid: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """On a rank: the exactness test in brief."""
+    """Run the exactness test on a rank and return a summary."""
     result = exact(build, grid, [shape], kwargs={"text": text}, example=True, sensitive=True)
     errors, sensitivity = result["errors"], result["sensitivity"]
     worst = max(errors, key=errors.__getitem__)
@@ -180,10 +179,10 @@ def test_zoo(world: int, grid: str, name: str, record: Callable[..., None]) -> N
         record(name, package, grid, str(next(iter(error.failures.values()))), None, time.monotonic() - start)
         raise
     worst = max(results, key=lambda result: result["error"])
-    said = f"{worst['error']:.0e}"
+    outcome = f"{worst['error']:.0e}"
     if worst["error"] > 1e-11:
-        said += f" ({worst['worst']}; last bits {worst['sensitivity']:.0e})"
-    record(name, package, grid, said, worst["fallbacks"], time.monotonic() - start)
+        outcome += f" ({worst['worst']}; last bits {worst['sensitivity']:.0e})"
+    record(name, package, grid, outcome, worst["fallbacks"], time.monotonic() - start)
     for rank, result in enumerate(results):
         assert not result["wrong"], f"rank {rank}: {result['wrong']}"
     for predicted, counted in worst["bytes"]:
@@ -192,12 +191,17 @@ def test_zoo(world: int, grid: str, name: str, record: Callable[..., None]) -> N
 
 HEAD = """# The zoo
 
-Models of other libraries, unmodified, float64, in training: the largest relative error of any output, gradient or
-running statistic against the model in a single process, and the operators that ran whole for want of a rule. Beside
-an error above 1e-11 stands of what, and how much that changes in the single process when the input changes in its
-last bits: deep batch norms of few samples magnify rounding, and a bias before a norm has a
-gradient that is nothing but rounding. The seconds are those of capture, compilation, one step and the comparison, on
-two busy cores; grids of a model share its capture. Written by `tests/test_zoo.py`, whose docstring says how.
+Models of other libraries, unmodified, in float64 and in training mode.
+
+- **error**: the largest relative error of any output, gradient or running statistic against the model in one process.
+  For errors above 1e-11 the table names the tensor, and how much it changes in one process when the last bits of the
+  input change. Deep batch norms with few samples magnify rounding, and the gradient of a bias before a norm consists of
+  rounding alone.
+- **fallbacks**: operators that fall back to replicated execution because no rule applies.
+- **seconds**: capture, compilation, one step and the comparison, on two busy cores. The grids of a model share its
+  capture.
+
+`tests/exact/test_zoo.py` writes this table. Its docstring says how.
 
 | model | package | grid | error | fallbacks | seconds |
 |---|---|---|---|---|---|
@@ -206,7 +210,7 @@ two busy cores; grids of a model share its capture. Written by `tests/test_zoo.p
 
 @pytest.fixture(scope="session")
 def record() -> Iterator[Callable[..., None]]:
-    """Notes a row of the table; written at once, in the order of ``ZOO``, rows of earlier runs kept."""
+    """Returns a function that adds a row to the table and writes it, in the order of ``ZOO``. Earlier rows stay."""
     path = Path(os.environ["DISTFX_ZOO_TABLE"]) if "DISTFX_ZOO_TABLE" in os.environ else None
     rows: dict[tuple[str, str], str] = {}
     if path and path.exists():
@@ -219,8 +223,8 @@ def record() -> Iterator[Callable[..., None]]:
     def note(name: str, package: str, grid: str, outcome: str, fallbacks: list[str] | None, seconds: float) -> None:
         version = importlib.metadata.version(package.replace("_", "-"))
         text = " ".join(outcome.split())[:160].replace("|", "/")
-        whole = ", ".join(each.replace("aten.", "") for each in fallbacks) or "-" if fallbacks is not None else ""
-        rows[name, grid] = f"| {name} | {package} {version} | {grid} | {text} | {whole} | {seconds:.0f} |"
+        names = ", ".join(each.replace("aten.", "") for each in fallbacks) or "-" if fallbacks is not None else ""
+        rows[name, grid] = f"| {name} | {package} {version} | {grid} | {text} | {names} | {seconds:.0f} |"
         if path:
             known = sorted((key for key in rows if key in order), key=order.__getitem__)
             path.write_text(HEAD + "\n".join(rows[key] for key in known) + "\n")

@@ -18,7 +18,7 @@ def conv_net(channels: int = 3, outputs: int = 4) -> nn.Module:
 
 
 def same(failures: list[Failure | None], kind: str = "DistfxError") -> str:
-    """The one message that every rank raised."""
+    """The message, if every rank raised the same."""
     assert len(set(failures)) == 1 and failures[0] is not None, failures
     assert failures[0].kind.rpartition(".")[2] == kind, failures[0]
     return failures[0].message
@@ -37,7 +37,7 @@ def call(grid: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, 
             assert not ledger.rows, "something was sent before the error"
 
 
-def test_grid_that_does_not_fit_the_world() -> None:
+def test_grid_that_does_not_match_the_number_of_ranks() -> None:
     message = same(run_raises(2, make, "n2h2"))
     assert "needs 4 ranks, but 2 were started" in message and "torchrun --nproc-per-node 4" in message
 
@@ -88,7 +88,7 @@ def test_ranks_with_different_models() -> None:
 
 def different_shapes(first: bool) -> None:
     net = distfx.parallelize(conv_net(), distfx.Grid(h=-1))
-    if not first:  # a shape that both have seen, and one that only one of them takes up again
+    if not first:  # both shapes are compiled already; only one rank uses the second one again
         for size in (8, 12):
             net(torch.randn(1, 3, size, size))
     size = 12 if dist.get_rank() == 1 else 8
@@ -113,7 +113,7 @@ def test_ranks_in_different_modes() -> None:
 
 
 class Broken(nn.Module):
-    """Cannot be captured on rank 1."""
+    """A model that cannot be captured on rank 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_capture_that_fails_on_one_rank_raises_on_all() -> None:
 
 
 class Tied(nn.Module):
-    """A flatten into a fixed linear layer: one image size only."""
+    """A flatten followed by a fixed linear layer, valid for one image size only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_bad_options(options: dict[str, object], words: str) -> None:
 
 
 class Noisy(nn.Module):
-    """Draws noise, for which there is no rule."""
+    """Draws random numbers with an operator that has no rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,13 +185,13 @@ def with_noise() -> None:
     distfx.parallelize(Noisy(), distfx.Grid(h=-1))
 
 
-def test_random_operators_without_a_rule_are_refused_not_wrong() -> None:
+def test_random_operators_without_a_rule_raise() -> None:
     message = same(run_raises(2, with_noise))
     assert "draws random numbers" in message and "poisson" in message
 
 
-class Odd(nn.Module):
-    """Distances of all pairs have no rule."""
+class WithoutRule(nn.Module):
+    """Uses an operator without a rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,10 +203,10 @@ class Odd(nn.Module):
 
 
 def strict() -> None:
-    distfx.parallelize(Odd(), distfx.Grid(h=-1), strict=True)
+    distfx.parallelize(WithoutRule(), distfx.Grid(h=-1), strict=True)
 
 
-def test_strict_raises_where_an_operator_has_no_rule() -> None:
+def test_strict_raises_if_an_operator_has_no_rule() -> None:
     message = same(run_raises(2, strict))
     assert "cdist" in message and "test_errors.py" in message
 
@@ -216,15 +216,15 @@ def lenient() -> list[str]:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        net = distfx.parallelize(Odd(), distfx.Grid(h=-1))
+        net = distfx.parallelize(WithoutRule(), distfx.Grid(h=-1))
         net(torch.randn(1, 3, 8, 8))
     assert "(fallback)" in str(net.plan) and "fall back" in distfx.explain(net)
-    said = [w for w in caught if issubclass(w.category, distfx.FallbackWarning)]
-    assert all(w.filename == __file__ for w in said), "a warning names the line that called distfx"
-    return [str(w.message) for w in said]
+    fallbacks = [w for w in caught if issubclass(w.category, distfx.FallbackWarning)]
+    assert all(w.filename == __file__ for w in fallbacks), "a warning names the line that called distfx"
+    return [str(w.message) for w in fallbacks]
 
 
-def test_otherwise_one_warning_names_them() -> None:
+def test_one_warning_on_rank_0_names_the_fallbacks() -> None:
     first, second = run(2, lenient)
     assert len(first) == 1 and "cdist" in first[0] and "test_errors.py" in first[0]
     assert second == []
@@ -238,13 +238,13 @@ def twice() -> None:
     distfx.parallelize(distfx.parallelize(conv_net(), distfx.Grid()), distfx.Grid())
 
 
-def test_what_is_not_a_model() -> None:
+def test_arguments_that_are_not_models() -> None:
     assert "torch.nn.Module" in same(run_raises(1, not_a_module))
     assert "parallel already" in same(run_raises(1, twice))
 
 
 def reflects(grid: str) -> None:
-    """A padding that is wider than the image, after a halo that is not."""
+    """Reflect padding that is wider than the image."""
     model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 4, 9, padding=4, padding_mode="reflect"))
     net = distfx.parallelize(model, distfx.Grid.parse(grid))
     net(torch.randn(2, 3, 4, 3))
@@ -270,8 +270,8 @@ class Steps(nn.Module):
         return state
 
 
-def other_steps() -> list[float]:
-    """Called with other numbers of steps in turn."""
+def vary_steps() -> list[float]:
+    """The errors of calls with different numbers of steps."""
     torch.manual_seed(0)
     model = Steps().double()
     net = distfx.parallelize(model, distfx.Grid.parse("h2"), example_inputs=(torch.zeros(2, 3, 3, 6, 5).double(),))
@@ -279,13 +279,13 @@ def other_steps() -> list[float]:
     return [float((net(x) - model(x)).detach().abs().max()) for x in inputs]
 
 
-def test_other_numbers_of_steps_have_graphs_of_their_own() -> None:
-    for errors in run(2, other_steps):
+def test_each_number_of_steps_has_its_graph() -> None:
+    for errors in run(2, vary_steps):
         assert max(errors) < 1e-12
 
 
-def misused(how: str) -> None:
-    """What people do wrong with a call."""
+def misuse(how: str) -> None:
+    """Call with an argument of the wrong kind."""
     net = distfx.parallelize(conv_net(), distfx.Grid(h=2))
     x: object = torch.randn(2, 3, 8, 8)
     if how == "numpy":
@@ -304,11 +304,11 @@ def misused(how: str) -> None:
     ],
 )
 def test_misused_calls(how: str, kind: str, words: str) -> None:
-    assert words in same(run_raises(2, misused, how), kind)
+    assert words in same(run_raises(2, misuse, how), kind)
 
 
-def one_rank_only(how: str) -> None:
-    """What the first rank does otherwise than the second."""
+def differ_on_one_rank(how: str) -> None:
+    """Rank 0 does something that rank 1 does not."""
     first = dist.get_rank() == 0
     x = torch.randn(2, 3, 8, 8)
     example = (x,) if how == "example" and first else None
@@ -341,19 +341,21 @@ def one_rank_only(how: str) -> None:
         ("grid kind", "a grid is a distfx.Grid"),
     ],
 )
-def test_what_one_rank_does_otherwise_raises_on_all(how: str, words: str) -> None:
-    failures = run_raises(2, one_rank_only, how)
+def test_differences_between_ranks_raise_on_all(how: str, words: str) -> None:
+    failures = run_raises(2, differ_on_one_rank, how)
     assert all(failure is not None and words in failure.message for failure in failures), failures
 
 
-def without_parameters(how: str) -> None:
+def use_parameters_before_the_first_call(how: str) -> None:
     net = distfx.parallelize(distfx.with_loss(conv_net(), nn.CrossEntropyLoss()), distfx.Grid(h=2))
     {"parameters": lambda: list(net.parameters()), "state": net.state_dict, "half": net.half}[how]()
 
 
 @pytest.mark.parametrize("how", ["parameters", "state", "half"])
-def test_parameters_that_are_not_there_yet_are_missed(how: str) -> None:
-    assert "example_inputs=(x,) (with a loss: (x, target))" in same(run_raises(2, without_parameters, how))
+def test_parameters_that_do_not_exist_yet(how: str) -> None:
+    assert "example_inputs=(x,) (with a loss: (x, target))" in same(
+        run_raises(2, use_parameters_before_the_first_call, how)
+    )
 
 
 def abstract() -> None:
@@ -377,3 +379,52 @@ def other_target(grid: str, criterion: nn.Module, shape: tuple[int, ...]) -> Non
 def test_targets_of_another_size(grid: str, shape: tuple[int, ...], criterion: nn.Module) -> None:
     message = same(run_raises(2, other_target, grid, criterion, shape))
     assert f"meets a target of shape {shape}" in message and "is (2, 8, 8)" in message
+
+
+def ask_for_slices(which: str, index: int, shape: tuple[int, ...]) -> None:
+    net = distfx.parallelize(conv_net(), distfx.Grid(h=2))
+    with distfx.record_comm() as ledger:
+        try:
+            {"input": net.input_slices, "output": net.output_slices}[which](index, shape)
+        finally:
+            assert not ledger.rows
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+@pytest.mark.parametrize("index", [9, 1, -2])
+def test_slices_of_a_tensor_that_does_not_exist(which: str, index: int) -> None:
+    message = same(run_raises(2, ask_for_slices, which, index, (2, 3, 8, 8)))
+    assert f"the model has 1 tensor {which}" in message and f"no {which} {index}" in message
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 3, 8, 8, 8), ()])
+def test_slices_of_a_shape_with_another_number_of_dims(which: str, shape: tuple[int, ...]) -> None:
+    message = same(run_raises(2, ask_for_slices, which, 0, shape))
+    assert f"shape {shape} has {len(shape)} dims, but the tensor has 4" in message
+
+
+def call_with_sparse_input(layout: str, ranks: tuple[int, ...]) -> None:
+    """Call with a sparse tensor on ``ranks``, and with a dense one on the others."""
+    net = distfx.parallelize(conv_net(), distfx.Grid(h=2))
+    x = torch.randn(2, 3, 8, 8)
+    if dist.get_rank() in ranks:
+        x = x.to_sparse() if layout == "coo" else x.to_sparse_csr(dense_dim=0)
+    with distfx.record_comm() as ledger:
+        try:
+            net(x)
+        finally:
+            assert not ledger.rows, "something was sent before the error"
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_sparse_inputs(layout: str) -> None:
+    message = same(run_raises(2, call_with_sparse_input, layout, (0, 1)))
+    assert f"input 0 of Sequential has layout torch.sparse_{layout}" in message and "x.to_dense()" in message
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sparse_input_on_one_rank(layout: str, rank: int) -> None:
+    message = same(run_raises(2, call_with_sparse_input, layout, (rank,)), "RankMismatchError")
+    assert f"torch.sparse_{layout}" in message and f"rank {rank}: input 0" in message

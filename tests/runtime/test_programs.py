@@ -1,4 +1,4 @@
-"""What programs do to a model between calls: it works as with the plain model, or is refused; nothing is ignored."""
+"""Programs that use or modify a model between calls: it works as with the plain model, or raises an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def image(seed: int = 1) -> Tensor:
 
 
 def by_type(grid: str) -> tuple[float, float, list[int], Any]:
-    """Norms are frozen and layers are set by type, as programs do it."""
+    """Freeze norms and initialise layers by their type."""
     net, plain = pair(grid, Net)
     counts = []
     for module in (net, plain):
@@ -48,15 +48,15 @@ def by_type(grid: str) -> tuple[float, float, list[int], Any]:
         counts.append(sum(1 for m in module.modules() if isinstance(m, nn.Conv2d | nn.modules.batchnorm._BatchNorm)))
     before = net.full_state_dict()["norm.running_mean"].clone()
     error = relative(net(image()), plain(image()))
-    moved = relative(net.full_state_dict()["norm.running_mean"], before)
-    return error, moved, counts, (net.classes, net.fc.out_features, net.conv.padding, net.norm.eps, repr(net.conv))
+    change = relative(net.full_state_dict()["norm.running_mean"], before)
+    return error, change, counts, (net.classes, net.fc.out_features, net.conv.padding, net.norm.eps, repr(net.conv))
 
 
 @on("h2", "c2")
 def test_layers_have_their_types(world: int, grid: str) -> None:
-    for error, moved, counts, shown in run(world, by_type, grid):
-        assert error < 1e-12 and moved == 0 and counts == [2, 2]
-        assert shown == (5, 5, (1, 1), 1e-5, "Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))")
+    for error, change, counts, attributes in run(world, by_type, grid):
+        assert error < 1e-12 and change == 0 and counts == [2, 2]
+        assert attributes == (5, 5, (1, 1), 1e-5, "Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))")
 
 
 def set_head(net: Any) -> None:
@@ -113,7 +113,7 @@ def second_backward(net: Any) -> None:
     loss.backward()
 
 
-def after(grid: str, action: Callable[[Any], None]) -> None:
+def apply_to_net(grid: str, action: Callable[[Any], None]) -> None:
     action(pair(grid, Net)[0])
 
 
@@ -134,13 +134,13 @@ def after(grid: str, action: Callable[[Any], None]) -> None:
     ],
 )
 @on("c2")
-def test_what_would_have_no_effect_is_refused(world: int, grid: str, action: Callable[[Any], None], words: str) -> None:
-    for failure in run_raises(world, after, grid, action):
+def test_actions_without_effect_raise(world: int, grid: str, action: Callable[[Any], None], words: str) -> None:
+    for failure in run_raises(world, apply_to_net, grid, action):
         assert failure is not None and words in failure.message, failure
 
 
-class Unusual(nn.Module):
-    """Methods of modules made otherwise, with attributes that parts do not have."""
+class Overridden(nn.Module):
+    """Overrides methods of modules, which use attributes that the parts of a parallel module do not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,11 +162,11 @@ class Unusual(nn.Module):
         super()._save_to_state_dict(*args)
 
 
-class WithUnusual(nn.Module):
+class WithOverridden(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.none = Unusual(), nn.Sequential()
-        self.all = nn.ModuleList([self.one, self.none, self.none, Unusual()])
+        self.one, self.none = Overridden(), nn.Sequential()
+        self.all = nn.ModuleList([self.one, self.none, self.none, Overridden()])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.all:
@@ -174,8 +174,8 @@ class WithUnusual(nn.Module):
         return x
 
 
-def unusual(grid: str) -> tuple[float, bool, int, bool]:
-    net, plain = pair(grid, WithUnusual)
+def use_overridden(grid: str) -> tuple[float, bool, int, bool]:
+    net, plain = pair(grid, WithOverridden)
     for module in (net, plain):
         module.eval().float().double()
     net.all.train()
@@ -184,8 +184,8 @@ def unusual(grid: str) -> tuple[float, bool, int, bool]:
 
 
 @on("h2", "c2")
-def test_layers_of_unusual_types(world: int, grid: str) -> None:
-    for error, same, count, shared in run(world, unusual, grid):
+def test_layers_that_override_methods(world: int, grid: str) -> None:
+    for error, same, count, shared in run(world, use_overridden, grid):
         assert error < 1e-6 and same and count == 4 and shared
 
 
@@ -220,11 +220,11 @@ def test_parts_have_no_parameters_before_the_first_call(what: str) -> None:
 # ------------------------------------------------------------------------------------------------ order of calls
 
 
-def other_order(kind: str) -> None:
+def call_in_other_order(kind: str) -> None:
     net, _ = pair("h2", Net)
     other = copy.deepcopy(net) if kind == "copy" else pair("h2", Net)[0]
     if kind == "copies" and dist.get_rank() == 0:
-        copy.deepcopy(net)  # of the best so far, on one rank: no matter
+        copy.deepcopy(net)  # as programs do on rank 0 to keep the best model
     for module in (net, other):
         module(image())
     for module in (net, other) if dist.get_rank() == 0 or kind == "copies" else (other, net):
@@ -233,28 +233,29 @@ def other_order(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["copy", "two"])
 def test_ranks_that_call_modules_in_another_order(kind: str) -> None:
-    for failure in run_raises(2, other_order, kind):
+    for failure in run_raises(2, call_in_other_order, kind):
         assert failure is not None and "parallel module" in failure.message and "rank 1:" in failure.message
 
 
 def test_one_rank_may_copy_a_module() -> None:
-    run(2, other_order, "copies")
+    run(2, call_in_other_order, "copies")
 
 
-def own_data() -> list[str]:
+def call_with_different_data() -> list[str]:
     net, _ = pair("n2", Net)
     net(image())
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             net.eval()(image(dist.get_rank()))
-    return [str(w.message) for w in said]
+    return [str(w.message) for w in caught]
 
 
-def test_ranks_with_data_of_their_own() -> None:
-    """The habit of data parallelism: here a plain tensor is the whole batch."""
-    said, others = run(2, own_data)
-    assert len(said) == 1 and "a plain tensor is the global one" in said[0] and "Each rank uses its part" in said[0]
+def test_ranks_with_different_data() -> None:
+    """A habit from data parallelism. In distfx a plain tensor is the whole batch."""
+    messages, others = run(2, call_with_different_data)
+    (message,) = messages
+    assert "a plain tensor is the global one" in message
     assert others == []
 
 
@@ -262,7 +263,7 @@ def test_ranks_with_data_of_their_own() -> None:
 
 
 class Extremes(nn.Module):
-    """Buffers that are not persistent, alike at first, and updated."""
+    """Two buffers that are not persistent, start with equal values, and are updated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,13 +297,13 @@ def set_between(grid: str) -> tuple[float, float, bool]:
 
 
 @on("h2", "c2")
-def test_buffers_that_are_not_persistent_are_the_modules(world: int, grid: str) -> None:
+def test_buffers_that_are_not_persistent_belong_to_the_module(world: int, grid: str) -> None:
     for first, kept, single in run(world, set_between, grid):
         assert first < 1e-12 and kept < 1e-12 and single
 
 
-class Carried(nn.Module):
-    """State in what is no buffer: set, written into, grown."""
+class PlainState(nn.Module):
+    """Keeps state in attributes that are not buffers: sets, writes into, or extends them."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -311,7 +312,7 @@ class Carried(nn.Module):
         with torch.inference_mode():
             self.scale = torch.ones(1)
         self.names = set(range(0, 3000, 7))
-        for name in range(0, 2900, 7):  # a copy of what is left may have another order
+        for name in range(0, 2900, 7):  # a copy of the remaining set may have another order
             self.names.discard(name)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -328,10 +329,10 @@ class Carried(nn.Module):
         return y
 
 
-def carried(kind: str) -> tuple[list[str], str, bool]:
-    model, error = Carried(kind), ""
+def call_with_plain_state(kind: str) -> tuple[list[str], str, bool]:
+    model, error = PlainState(kind), ""
     before = copy.deepcopy(vars(model))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             distfx.parallelize(model, "h2")(image().float())
@@ -340,18 +341,18 @@ def carried(kind: str) -> tuple[list[str], str, bool]:
     same = (
         model.h is None if kind == "set" else bool(torch.equal(torch.as_tensor(model.h), torch.as_tensor(before["h"])))
     )
-    return [str(w.message) for w in said], error, same and set(vars(model)) == set(before)
+    return [str(w.message) for w in caught], error, same and set(vars(model)) == set(before)
 
 
 @pytest.mark.parametrize("kind", ["set", "reset", "write", "grow", "new"])
-def test_state_that_is_no_buffer(kind: str) -> None:
-    (said, error, same), (_, other, _) = run(2, carried, kind)
-    assert same, "the model is left as it was"
+def test_state_in_plain_attributes(kind: str) -> None:
+    (messages, error, same), (_, other, _) = run(2, call_with_plain_state, kind)
+    assert same, "the model was modified"
     if kind == "write":
-        assert "no buffer" in error and "register_buffer" in error and error == other
+        assert "register_buffer" in error and error == other
     else:
         name = "features" if kind == "new" else "h"
-        assert not error and len(said) == 1 and f"forward modifies {name} of the model" in said[0]
+        assert not error and len(messages) == 1 and f"forward modifies {name} of the model" in messages[0]
 
 
 def unsupported(kind: str) -> None:
@@ -362,6 +363,6 @@ def unsupported(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"), [("lazy", "1 (LazyConv2d) has parameters whose shape"), ("sync", "before convert_sync")]
 )
-def test_layers_that_are_not_what_they_will_be(kind: str, words: str) -> None:
+def test_layers_without_final_parameters_or_ranks(kind: str, words: str) -> None:
     for failure in run_raises(2, unsupported, kind):
         assert failure is not None and words in failure.message

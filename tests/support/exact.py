@@ -1,12 +1,16 @@
-"""The exactness test: a parallel model against the single-process one, everything compared.
+"""The exactness test: a distributed model against the same model in one process. Everything is compared.
 
-``exact`` runs on a rank (see :mod:`support.ranks`); it builds the model from its seed, runs it parallel and plain, and
-returns the relative error of every output, input gradient, parameter gradient and state entry, of the losses of some
-steps of SGD and what they make of the state, and the plan's and the ledger's bytes; also the parameters that had no
-gradient, or one of zeros, for tests that would otherwise compare nothing with nothing. Networks that magnify rounding
-can be told from wrong ones by what the plain model makes of an input that differs in the last bit.
+``exact`` runs on a rank (see :mod:`support.ranks`). It builds the model from a seed, runs it distributed and plain, and
+returns:
 
-A shape is that of the model's one input, ``(2, 3, 8, 8)``, or has several shapes, nested as the model takes them:
+- the relative error of every output, input gradient, parameter gradient and entry of the state dict;
+- the same after some steps of SGD, with the losses;
+- the bytes and messages of the plan and of the ledger;
+- the parameters without a gradient, or with a gradient of zeros, for tests that would otherwise compare nothing;
+- on request, how much the plain model changes when the last bits of its input change. This tells models that magnify
+  rounding from wrong results.
+
+A shape is that of the model's one input, ``(2, 3, 8, 8)``, or a nested list of shapes as the model takes its arguments:
 ``[(2, 3, 8, 8), [(2, 4, 8, 8), (2, 4, 8, 8)]]`` for ``model(x, (h, c))``.
 """
 
@@ -30,9 +34,9 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def relative(have: Tensor, want: Tensor) -> float:
-    """The norm of the difference relative to that of ``want``, or to 1e-3 an element where that is less.
+    """The norm of the difference, relative to the norm of ``want``, or to 1e-3 per element if that is larger.
 
-    Some gradients are zero but for rounding: that of a bias before a batch norm.
+    Some gradients are zero except for rounding, such as that of a bias before a batch norm.
     """
     assert have.shape == want.shape, f"shape {tuple(have.shape)} instead of {tuple(want.shape)}"
     have, want = have.detach(), want.detach()
@@ -68,9 +72,8 @@ def _exact(
 ) -> dict[str, Any]:
     """Compare for each of ``shapes`` in turn (one parallel module serves them all), then train both for ``sgd`` steps.
 
-    ``example``: give ``parallelize`` an input of the first shape. ``again``: let the first call plan again, where the
-    input was a guess. ``sensitive``: also measure how much the plain model answers to rounding. See the module's
-    docstring.
+    ``example``: give ``parallelize`` an input of the first shape. ``again``: let the first call plan again if the input
+    was inferred. ``sensitive``: also measure how sensitive the plain model is to rounding. See the module's docstring.
     """
     torch.manual_seed(7)
     model = build(**(kwargs or {})).to(dtype)
@@ -79,13 +82,13 @@ def _exact(
         if buffer.dtype.is_floating_point:
             buffer.add_(torch.rand_like(buffer) - 0.5)  # not 0 and 1; of both signs, or every ReLU after it is dead
     model.train(train)
-    plain = build(**(kwargs or {})).to(dtype).train(train)  # not all models can be copied
+    plain = build(**(kwargs or {})).to(dtype).train(train)  # not all models can be deep-copied
     plain.load_state_dict(model.state_dict())
     start = copy.deepcopy(plain.state_dict())
-    given = draw(shapes[0], dtype) if example else None
+    example_inputs = draw(shapes[0], dtype) if example else None
     place = distfx.Grid.parse(grid) if grid else distfx.Grid()
-    net = distfx.parallelize(model, place, example_inputs=given, strategy=strategy)
-    if not again:  # the plan for large images stays, so that parts may be smaller than halos, or empty
+    net = distfx.parallelize(model, place, example_inputs=example_inputs, strategy=strategy)
+    if not again:  # keep the plan for large images, so that parts may be smaller than halos, or empty
         net._engine.example_is_guessed = False
     errors: dict[str, float] = {}
     idle: set[str] = set()
@@ -151,7 +154,7 @@ def _exact(
 
 
 def draw(shape: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
-    """The arguments of a call, from the shape of the one or the nested shapes of the several."""
+    """Random arguments of a call: one tensor of ``shape``, or tensors of the nested shapes."""
 
     def tensor(sizes: Sequence[Any]) -> Any:
         if all(isinstance(size, int) for size in sizes):
@@ -162,7 +165,7 @@ def draw(shape: Sequence[Any], dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def train_steps(module: nn.Module, x: tuple[Any, ...], loss: Callable[[Any], Tensor], steps: int) -> list[Tensor]:
-    """The losses of ``steps`` steps of SGD, and the one after them."""
+    """The losses of ``steps`` steps of SGD, and the loss after them."""
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9, weight_decay=1e-3)
     losses = []
     for _ in range(steps):
@@ -196,9 +199,9 @@ def check(
     bytes_equal: bool = True,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Run :func:`exact` on as many ranks as ``grid`` has, and assert that everything is equal on every rank.
+    """Run :func:`exact` on the ranks of ``grid``, and assert that everything is equal on every rank.
 
-    ``bytes_equal=False``: the loss leaves out an output, which the plan cannot know.
+    ``bytes_equal=False``: the loss ignores an output. The plan cannot know that, so bytes are not compared.
     """
     results = run(ranks_of(grid), exact, build, grid, shapes, timeout=120, **options)
     limit = TOLERANCE[options.get("dtype", torch.float64)]
@@ -211,13 +214,13 @@ def check(
 
 
 def ranks_of(grid: str) -> int:
-    """How many ranks a grid's text means."""
+    """The number of ranks of a grid, from its text."""
     digits = "".join(ch if ch.isdigit() else " " for ch in grid).split()
     return math.prod(int(d) for d in digits)
 
 
 def grids(ranks: int, axes: str = "nchw") -> Iterator[str]:
-    """Every factorisation of ``ranks`` over ``axes``, as texts.
+    """Every factorisation of ``ranks`` over ``axes``, as text.
 
     >>> list(grids(4, "nh"))
     ['h4', 'n2h2', 'n4']

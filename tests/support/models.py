@@ -1,6 +1,6 @@
-"""Models for tests, at the level of a module so that ranks can import them, and the grids they run on.
+"""Models for tests, and decorators for the grids they run on. Ranks import the models by name.
 
-Most are written as text: ``check(stack, "h2", [(2, 3, 8, 8)], kwargs=layers("Conv2d(3, 4, 3)", "ReLU()"))``.
+Most models are written as text: ``check(stack, "h2", [(2, 3, 8, 8)], kwargs=layers("Conv2d(3, 4, 3)", "ReLU()"))``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ ALGORITHMS = ("stationary-x", "stationary-y", "stationary-w")
 
 
 def on(*grids: str) -> pytest.MarkDecorator:
-    """Run a test on each of ``grids``; it takes ``world`` too, by which tests are sorted."""
+    """Run a test on each of ``grids``. Adds the parameter ``world``, by which tests are sorted."""
     return pytest.mark.parametrize(("world", "grid"), [(ranks_of(g), g) for g in grids], ids=[g or "1" for g in grids])
 
 
 def cases(names: str, table: Iterable[tuple[Any, ...]], at: int = 0) -> pytest.MarkDecorator:
-    """Parametrise by the rows of ``table``, one of whose columns (``at``) is the grid; adds ``world``."""
+    """Parametrise by the rows of ``table``. Column ``at`` is the grid; adds the parameter ``world``."""
     rows = [(ranks_of(row[at]), *row) for row in table]
     ids = ["-".join(" ".join(map(str, v)) if isinstance(v, tuple | list) else str(v) for v in row[1:]) for row in rows]
     return pytest.mark.parametrize(("world", *names.split()), rows, ids=ids)
@@ -46,7 +46,7 @@ class Apply(nn.Module):
 
 
 class Beside(nn.Module):
-    """Stacks of layers that take the same input, each with an output of its own: one capture for a table of cases."""
+    """Parallel branches with one input and one output each, so that a table of cases needs one capture only."""
 
     def __init__(self, branches: tuple[tuple[str, ...], ...]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Beside(nn.Module):
 
 
 class Residual(nn.Module):
-    """The sum of what several paths make of one input: ``both("Conv2d(3, 4, 3)", "Conv2d(3, 4, 1)")``."""
+    """The sum of several paths over one input: ``both("Conv2d(3, 4, 3)", "Conv2d(3, 4, 1)")``."""
 
     def __init__(self, *texts: str) -> None:
         super().__init__()
@@ -70,10 +70,10 @@ class Residual(nn.Module):
         return first
 
 
-def stack(*given: str, texts: Iterable[str] = ()) -> nn.Sequential:
-    """The layers that ``texts`` name, one after another; ``f`` is :class:`Apply`, ``both`` is :class:`Residual`."""
-    names = {**vars(nn), "f": Apply, "both": Residual, "beside": Beside, "stack": stack}
-    return nn.Sequential(*(eval(text, names) for text in (*given, *texts)))
+def stack(*names: str, texts: Iterable[str] = ()) -> nn.Sequential:
+    """The layers written as text, one after another; ``f`` is :class:`Apply`, ``both`` is :class:`Residual`."""
+    namespace = {**vars(nn), "f": Apply, "both": Residual, "beside": Beside, "stack": stack}
+    return nn.Sequential(*(eval(text, namespace) for text in (*names, *texts)))
 
 
 def layers(*texts: str) -> dict[str, Any]:
@@ -82,12 +82,12 @@ def layers(*texts: str) -> dict[str, Any]:
 
 
 def same(grid: str, shape: tuple[int, ...], *texts: str, **options: Any) -> list[dict[str, Any]]:
-    """The layers ``texts`` on ``grid`` equal the plain ones."""
+    """Check that the layers ``texts`` on ``grid`` equal the plain ones."""
     return check(stack, grid, [shape], kwargs=layers(*texts), **options)
 
 
 def beside(grid: str, shape: tuple[int, ...], branches: Iterable[tuple[str, ...]], *first: str) -> None:
-    """Each of ``branches`` after the layers ``first``, all in one model, equals the plain ones."""
+    """Check each of ``branches`` after the layers ``first``, all in one model, against the plain ones."""
     same(grid, shape, *first, f"beside({tuple(branches)!r})", example=True)
 
 
@@ -108,7 +108,7 @@ class Block(nn.Module):
 
 
 class Rich(nn.Module):
-    """A stem as ResNet's, a residual block, two convolutions that share an input, pooling and a linear layer."""
+    """The stem of a ResNet, a residual block, two convolutions that share an input, pooling and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Plain(nn.Module):
 
 
 class Net(nn.Module):
-    """A little of everything. Its submodule's name is that of a property of the parallel module, on purpose."""
+    """Convolutions, batch norm and a linear layer. One submodule is named like a property of the parallel module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Net(nn.Module):
 
 
 class Image(nn.Module):
-    """From image to image."""
+    """A network whose output is an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Image(nn.Module):
 
 
 def pair(grid: str, cls: type[nn.Module] = Net, **options: Any) -> tuple[distfx.ParallelModule, nn.Module]:
-    """A model on ``grid``, and the same as it was."""
+    """A model distributed over ``grid``, and an identical plain model."""
     torch.manual_seed(3)
     model = cls().double()
     with remembered(cls):
