@@ -21,10 +21,12 @@ from distfx.report.ledger import Ledger, record_comm
 from distfx.report.plan import Plan, PlanRow
 from distfx.runtime.comm import groups as _groups  # noqa: F401  (connects grids with processes)
 from distfx.runtime.comm.launch import init
+from distfx.training.checkpoint import Checkpoint, load, save
 
 __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
+    "Checkpoint",
     "CommunicationError",
     "DistfxError",
     "FallbackWarning",
@@ -38,8 +40,10 @@ __all__ = [
     "RankMismatchError",
     "explain",
     "init",
+    "load",
     "parallelize",
     "plan",
     "record_comm",
+    "save",
     "with_loss",
 ]

@@ -30,8 +30,12 @@ from distfx.report.plan import Plan
 from distfx.report.readable import readable
 from distfx.runtime.autograd.gradients import BackwardGuard, Gradients
 from distfx.runtime.autograd.moves import is_alias_of_move_input
+from distfx.runtime.comm.agreement import raise_on_all_ranks
 
 __all__ = ["ParallelModule"]
+
+_ORIGIN = "distfx rank"
+"""Key of a state dict's metadata: the rank whose shards it has."""
 
 
 @contextmanager
@@ -250,9 +254,28 @@ class ParallelModule(Shell):
         self._engine.inspect(self._mode)
         kinds = {type(value).__name__ for value in state_dict.values()}
         self._engine.agree_on(f"load_state_dict of {', '.join(sorted(kinds))}")
+        raise_on_all_ranks(self.grid.size, lambda: self._check_origin(state_dict))
         present = self.state_dict()
         shards = {name: self._as_shard(name, value, present.get(name)) for name, value in state_dict.items()}
         return super().load_state_dict(shards, strict=strict, assign=assign)
+
+    def _check_origin(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise if the state dict has the shards of another rank, because it was saved there and loaded here."""
+        origin = getattr(state_dict, "_metadata", {}).get(_ORIGIN, self.grid.rank)
+        shards = [v for v in state_dict.values() if isinstance(v, DTensor) and any(p.is_shard() for p in v.placements)]
+        if shards and origin != self.grid.rank:
+            raise DistfxError(
+                f"this state dict has the shards of rank {origin}, and is loaded on rank {self.grid.rank}: a file that "
+                "one rank writes with torch.save(net.state_dict()) holds that rank's part only. Use distfx.save and "
+                "distfx.load, or save net.full_state_dict()."
+            )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own, with DTensors. It remembers the rank whose shards it has."""
+        state = super().state_dict(*args, **kwargs)
+        if hasattr(state, "_metadata"):
+            state._metadata[_ORIGIN] = self.grid.rank
+        return state
 
     def _as_shard(self, name: str, value: Any, present: Any) -> Any:
         """``value`` sharded as ``present``, the tensor of that name here, is."""

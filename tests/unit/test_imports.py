@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "module": {"errors", "ir", "grid", "engine", "passes", "report", "runtime"},
     "loss": {"errors"},
     "testing": {"errors", "ir", "grid", "rules", "planner", "passes", "runtime"},
+    "training": {"errors", "module", "runtime"},
     "api": {"errors", "ir", "grid", "engine", "passes", "planner", "report", "runtime", "module", "loss"},
 }
 """For each room, or module with rules of its own, the rooms that it may import. Every room may import itself."""

@@ -1,0 +1,1 @@
+"""What a training script needs around the model: checkpoints."""

@@ -1,0 +1,565 @@
+"""Checkpoints: sharded, safe to load, valid on any grid.
+
+    distfx.save("runs/a", net, optimizer, scheduler, step=100, keep=3)
+    checkpoint = distfx.load("runs/a", net, optimizer, scheduler)      # the latest; checkpoint.step == 100
+
+A folder holds one checkpoint per step. Each rank writes its shards to a safetensors file, through
+``torch.distributed.checkpoint``. Everything that is not a tensor is JSON. So loading never executes code from a file.
+
+A checkpoint is written into a hidden folder next to its target and becomes visible by a rename, after every file was
+synced. A crash at any moment leaves the earlier checkpoints as they were.
+
+A path that ends with ``.safetensors`` is one file with whole tensors under the model's keys, without optimizer state.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from distfx.errors import DistfxError
+from distfx.module import ParallelModule
+from distfx.runtime.comm.agreement import agree, host_group, raise_on_all_ranks
+
+__all__ = ["Checkpoint", "PendingSave", "load", "save"]
+
+INDEX = "checkpoint.json"
+FORMAT = 1
+_STEP = re.compile(r"step-(\d+)(?:\.(\d+))?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What :func:`load` read besides tensors."""
+
+    path: Path
+    step: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The further keyword arguments of :func:`save`."""
+
+
+class PendingSave:
+    """A save in the background. Wait for it before the program ends."""
+
+    def __init__(self, path: Path, future: Future[Any]) -> None:
+        self.path, self._future = path, future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> Path:
+        """Block until the checkpoint is visible; raises if it could not be written."""
+        self._future.result()
+        return self.path
+
+
+def save(
+    path: str | os.PathLike[str],
+    net: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    step: int = 0,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    **extra: Any,
+) -> Path | PendingSave:
+    """Write a checkpoint. All ranks must call it.
+
+    Args:
+        path: a folder for the checkpoints of a run, or a file that ends with ``.safetensors``.
+        net: a parallel module, or a plain model in one process.
+        optimizer: its state is saved as well.
+        scheduler: anything with ``state_dict()`` of numbers, strings, lists and dicts.
+        step: the number of the training step. A checkpoint of the same step is replaced.
+        keep: how many of the latest checkpoints to keep; ``None`` for all.
+        asynchronous: copy the tensors and write in the background, on a process group that training does not use.
+            Returns a :class:`PendingSave`.
+        extra: values that :func:`load` returns, such as the position in the data: numbers, strings, lists and dicts, or
+            objects whose ``state_dict()`` consists of these.
+    """
+    global _pending
+    folder = Path(path)
+    if folder.suffix == ".safetensors":
+        return _save_file(folder, net, optimizer, scheduler, extra)
+    ranks = _Ranks.of(net)
+
+    def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        _check_number("step", step, 0, "the number of the training step")
+        if keep is not None:
+            _check_number("keep", keep, 1, "how many checkpoints to keep, or None for all")
+        tensors, optimizer_index = _collect(net, optimizer)
+        return tensors, {
+            "format": FORMAT,
+            "torch": str(torch.__version__),
+            "step": step,
+            "ranks": ranks.size,
+            "grid": repr(net.grid) if isinstance(net, ParallelModule) else None,
+            "tensors": {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()},
+            "optimizer": optimizer_index,
+            "scheduler": None if scheduler is None else _encode(scheduler.state_dict(), "scheduler"),
+            "extra": {
+                name: _encode(value.state_dict() if hasattr(value, "state_dict") else value, name)
+                for name, value in extra.items()
+            },
+        }
+
+    if _pending is not None:  # two saves at once would mix their messages
+        _pending.wait()
+        _pending = None
+    tensors, index = raise_on_all_ranks(ranks.size, collect)
+    agree(ranks.size, "checkpoints", f"save to {folder}\n{json.dumps(index, sort_keys=True, indent=1)}")
+    staging = folder / f".step-{step:08d}.incomplete"
+    target = ranks.from_first(lambda: _prepare(folder, staging, step))
+    raise_on_all_ranks(ranks.size, lambda: _write_random_state(staging, ranks.rank))
+    writer = _Writer(staging, lambda: _publish(staging, target, index, keep))
+    if not asynchronous:
+        dcp.save(tensors, storage_writer=writer, no_dist=ranks.size == 1)
+        return target
+    group = _background_group() if ranks.size > 1 else None
+    future: Any = dcp.async_save(tensors, storage_writer=writer, process_group=group, no_dist=ranks.size == 1)
+    _pending = PendingSave(target, future)
+    return _pending
+
+
+def load(
+    path: str | os.PathLike[str],
+    net: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    step: int | None = None,
+) -> Checkpoint:
+    """Read a checkpoint, on any grid and number of ranks, or into a plain model in one process.
+
+    All ranks must call it. If something is missing, truncated or does not match, this raises one error on all ranks and
+    changes nothing.
+
+    Args:
+        path: a folder of checkpoints (the latest is read, or that of ``step``), one of these checkpoints, or a file
+            that ends with ``.safetensors``.
+        net: a parallel module, or a plain model in one process.
+        optimizer: must have the parameter groups that it had when it was saved.
+        scheduler: anything with ``load_state_dict``.
+        step: which checkpoint to read.
+    """
+    source = Path(path)
+    if source.suffix == ".safetensors":
+        return _load_file(source, net, optimizer, scheduler)
+    ranks = _Ranks.of(net)
+
+    def read() -> tuple[Path, dict[str, Any], _Targets]:
+        folder = _find(source, step)
+        index = _read_index(folder)
+        if scheduler is not None and index["scheduler"] is None:
+            raise DistfxError(f"{folder} has no scheduler: load without one")
+        return folder, index, _Targets.of(index, folder, net, optimizer)
+
+    folder, index, targets = raise_on_all_ranks(ranks.size, read)
+    agree(ranks.size, "checkpoints", f"load from {folder.name}\n{json.dumps(index, sort_keys=True, indent=1)}")
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    dcp.load(targets.tensors, storage_reader=reader, no_dist=ranks.size == 1)
+    targets.finish()
+    if scheduler is not None:
+        scheduler.load_state_dict(_decode(index["scheduler"]))
+    _read_random_state(folder, ranks.rank)
+    return Checkpoint(folder, index["step"], {name: _decode(value) for name, value in index["extra"].items()})
+
+
+# -------------------------------------------------------------------------------------------------------- ranks
+
+_pending: PendingSave | None = None
+_group: tuple[Any, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, net: nn.Module) -> _Ranks:
+        if importlib.util.find_spec("safetensors") is None:
+            raise DistfxError("checkpoints need the package safetensors: pip install 'distfx[checkpoint]'")
+        if not isinstance(net, nn.Module):
+            raise DistfxError(f"a checkpoint takes a parallel module or a torch.nn.Module, not {type(net).__name__}")
+        return cls(net.grid.rank, net.grid.size) if isinstance(net, ParallelModule) else cls(0, 1)
+
+    def from_first(self, action: Callable[[], Path]) -> Path:
+        """The result of ``action``, which rank 0 alone runs."""
+        result = [raise_on_all_ranks(self.size, lambda: str(action()) if self.rank == 0 else "")]
+        if self.size > 1:
+            dist.broadcast_object_list(result, src=0, group=host_group())
+        return Path(result[0])
+
+
+def _background_group() -> Any:
+    """A process group that nothing else uses: ``async_save`` on the default one would hang."""
+    global _group
+    if _group is None or _group[0] is not dist.group.WORLD:
+        _group = (dist.group.WORLD, dist.new_group(backend="gloo"))
+    return _group[1]
+
+
+# ------------------------------------------------------------------------------------------------------ writing
+
+
+class _Writer(dcp.HuggingFaceStorageWriter):
+    """Each rank writes its shards into one safetensors file; the coordinator publishes when all are written."""
+
+    def __init__(self, folder: Path, publish: Callable[[], None]) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self._publish = publish
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        self._publish()
+
+
+def _prepare(folder: Path, staging: Path, step: int) -> Path:
+    """Make the staging folder, and choose the name of the checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(".step-*.incomplete"):
+        shutil.rmtree(stale)
+    staging.mkdir()
+    same = [serial for number, serial, _ in _checkpoints(folder) if number == step]
+    return folder / (f"step-{step:08d}.{max(same) + 1}" if same else f"step-{step:08d}")
+
+
+def _publish(staging: Path, target: Path, index: Mapping[str, Any], keep: int | None) -> None:
+    """Write the index, make the checkpoint visible, and remove those that it replaces."""
+    files = {file.name: file.stat().st_size for file in sorted(staging.iterdir())}
+    with open(staging / INDEX, "w") as file:
+        json.dump(dict(index) | {"files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(staging)
+    os.rename(staging, target)
+    _sync(target.parent)
+    complete = _checkpoints(target.parent)
+    replaced = [path for number, _, path in complete if number == index["step"] and path != target]
+    latest = [path for _, _, path in complete if path not in replaced]
+    for path in [*replaced, *(latest[:-keep] if keep is not None else ())]:
+        (path / INDEX).unlink()  # first: what is only half removed is not a checkpoint any more
+        shutil.rmtree(path)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checkpoints(folder: Path) -> list[tuple[int, int, Path]]:
+    """Every complete checkpoint in a folder: step, serial number and path, the latest last."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    names = ((path, _STEP.fullmatch(path.name)) for path in paths)
+    return sorted((int(m[1]), int(m[2] or 0), path) for path, m in names if m and (path / INDEX).is_file())
+
+
+def _collect(net: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """The tensors of a model and its optimizer by name, and what else the optimizer has."""
+    tensors = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+    if optimizer is None:
+        return tensors, None
+    names = _parameter_names(net, optimizer)
+    groups, state = [], {}
+    for group in optimizer.param_groups:
+        options = {key: _encode(value, f"the optimizer's {key}") for key, value in group.items() if key != "params"}
+        groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
+        for parameter in group["params"]:
+            name, values, sharded = names[id(parameter)], dict[str, Any](), list[str]()
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.dim():
+                    tensors[_slot(name, key)] = value
+                    sharded.append(key)
+                else:
+                    values[key] = _encode(value, f"the optimizer's {key} of {name}")
+            state[name] = {"values": values, "tensors": sharded}
+    return tensors, {"type": type(optimizer).__name__, "groups": groups, "state": state}
+
+
+def _slot(parameter: str, key: str) -> str:
+    return f"optimizer/{parameter}/{key}"
+
+
+def _parameter_names(net: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    if strangers:
+        raise DistfxError(
+            f"the optimizer has {len(strangers)} parameters that are not the model's: make it from net.parameters(), "
+            "after parallelize"
+        )
+    return names
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+def _find(source: Path, step: int | None) -> Path:
+    if (source / INDEX).is_file():
+        return source
+    complete = _checkpoints(source)
+    if not complete:
+        what = "has no complete checkpoint" if source.is_dir() else "does not exist"
+        raise DistfxError(f"{source} {what}: give the folder that distfx.save wrote to")
+    if step is None:
+        return complete[-1][2]
+    matching = [path for number, _, path in complete if number == step]
+    if not matching:
+        known = ", ".join(str(number) for number, _, _ in complete[-8:])
+        raise DistfxError(f"{source} has no checkpoint of step {step}; it has {known}")
+    return matching[-1]
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    try:
+        index = json.loads((folder / INDEX).read_text())
+        version, files = index["format"], dict(index["files"])
+        complete = isinstance(index["tensors"], dict) and isinstance(index["extra"], dict) and "optimizer" in index
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DistfxError(f"{folder / INDEX} is not the index of a checkpoint ({type(error).__name__})") from None
+    if version != FORMAT or not complete:
+        raise DistfxError(f"{folder} has format {version!r}, but this version of distfx reads format {FORMAT}")
+    for name, size in files.items():
+        actual = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if actual != size:
+            state = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
+            raise DistfxError(f"the checkpoint {folder} is damaged: {name} {state}. Load an earlier one (step=).")
+    return dict(index)
+
+
+@dataclass
+class _Targets:
+    """The tensors that a checkpoint is read into, and the optimizer state that becomes valid afterwards."""
+
+    tensors: dict[str, Tensor]
+    optimizer: Optimizer | None = None
+    state: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    options: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, index: Mapping[str, Any], folder: Path, net: nn.Module, optimizer: Optimizer | None) -> _Targets:
+        """Check that the checkpoint matches the model and the optimizer."""
+        tensors = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+        stored = {name: shape for name, (shape, _) in index["tensors"].items() if not name.startswith("optimizer/")}
+        _check_names(folder, stored, tensors)
+        if optimizer is None:
+            return cls(tensors)
+        if index["optimizer"] is None:
+            raise DistfxError(f"{folder} has no optimizer state: load without an optimizer")
+        targets = cls(tensors, optimizer)
+        targets._add_optimizer(index, folder, net, optimizer)
+        return targets
+
+    def _add_optimizer(self, index: Mapping[str, Any], folder: Path, net: nn.Module, optimizer: Optimizer) -> None:
+        names, saved = _parameter_names(net, optimizer), index["optimizer"]
+        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        if saved["type"] != type(optimizer).__name__ or [group["params"] for group in saved["groups"]] != groups:
+            raise DistfxError(
+                f"{folder} has the state of {saved['type']} with {len(saved['groups'])} parameter groups, but the "
+                f"optimizer is {type(optimizer).__name__} with {len(groups)}: use the same optimizer and groups"
+            )
+        self.options = [_decode(group["options"]) for group in saved["groups"]]
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            name = names[id(parameter)]
+            values = {key: _decode(value) for key, value in saved["state"].get(name, {}).get("values", {}).items()}
+            for key in saved["state"].get(name, {}).get("tensors", ()):
+                shape, dtype = index["tensors"][_slot(name, key)]
+                if tuple(shape) == tuple(parameter.shape):
+                    values[key] = torch.zeros_like(parameter, dtype=_dtype(dtype)).detach()
+                else:
+                    values[key] = torch.zeros(shape, dtype=_dtype(dtype), device=parameter.device)
+                self.tensors[_slot(name, key)] = values[key]
+            self.state[parameter] = values
+
+    def finish(self) -> None:
+        """Give the optimizer its state, once all tensors were read."""
+        if self.optimizer is None:
+            return
+        for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
+            group.update(options)
+        for parameter, values in self.state.items():
+            if values:
+                self.optimizer.state[parameter] = values
+            else:
+                self.optimizer.state.pop(parameter, None)
+
+
+def _check_names(folder: Path, stored: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    problems = [f"{name} is missing" for name in tensors if name not in stored]
+    problems += [f"{name} is not in the model" for name in stored if name not in tensors]
+    problems += [
+        f"{name} has shape {tuple(stored[name])}, in the model {tuple(value.shape)}"
+        for name, value in tensors.items()
+        if name in stored and tuple(stored[name]) != tuple(value.shape)
+    ]
+    if problems:
+        more = f" and {len(problems) - 4} more differences" if len(problems) > 4 else ""
+        raise DistfxError(f"{folder} does not match the model: {'; '.join(problems[:4])}{more}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DistfxError(f"the checkpoint names a dtype {name!r} that torch does not have")
+    return dtype
+
+
+# ------------------------------------------------------------------------------------------------ one whole file
+
+
+def _save_file(path: Path, net: nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> Path:
+    ranks = _Ranks.of(net)
+
+    def check() -> None:
+        if optimizer is not None or scheduler is not None or extra:
+            raise DistfxError(f"{path} holds the model's tensors alone: give a folder to save other state as well")
+
+    raise_on_all_ranks(ranks.size, check)
+    agree(ranks.size, "checkpoints", f"save to {path}")
+    whole = net.full_state_dict() if isinstance(net, ParallelModule) else net.state_dict()
+
+    def write() -> Path:
+        from safetensors.torch import save_file
+
+        staging = path.with_name(f".{path.name}.incomplete")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in whole.items() if isinstance(t, Tensor)}
+        save_file(tensors, str(staging), metadata={"format": "pt"})
+        with open(staging, "rb") as file:
+            os.fsync(file.fileno())
+        os.rename(staging, path)
+        return path
+
+    return ranks.from_first(write)
+
+
+def _load_file(path: Path, net: nn.Module, optimizer: Any, scheduler: Any) -> Checkpoint:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    ranks = _Ranks.of(net)
+
+    def read() -> dict[str, Tensor]:
+        if optimizer is not None or scheduler is not None:
+            raise DistfxError(f"{path} holds the model's tensors alone: load it without optimizer and scheduler")
+        try:
+            tensors = load_file(str(path))
+        except (OSError, SafetensorError) as error:
+            raise DistfxError(f"{path} is not a whole safetensors file: {error}") from None
+        present = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+        _check_names(path, {name: value.shape for name, value in tensors.items()}, present)
+        return tensors
+
+    tensors = raise_on_all_ranks(ranks.size, read)
+    net.load_state_dict(tensors)
+    return Checkpoint(path, 0)
+
+
+# ---------------------------------------------------------------------------------------------- values as JSON
+
+
+def _check_number(name: str, value: Any, least: int, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise DistfxError(f"{name}={value!r}: give {meaning}, at least {least}")
+
+
+_TAG = "distfx"
+
+
+def _encode(value: Any, where: str) -> Any:
+    """A value as JSON that :func:`_decode` restores: tuples, counters and keys that are not strings keep their type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_encode(item, where) for item in value]
+    if isinstance(value, tuple):
+        return {_TAG: "tuple", "items": [_encode(item, where) for item in value]}
+    if isinstance(value, Counter | dict):
+        plain = type(value) is dict and _TAG not in value and all(isinstance(key, str) for key in value)
+        if plain:
+            return {key: _encode(item, where) for key, item in value.items()}
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {_TAG: kind, "items": [[_encode(k, where), _encode(v, where)] for k, v in value.items()]}
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() == 0:
+        return {_TAG: "scalar", "dtype": str(value.dtype).removeprefix("torch."), "items": value.item()}
+    if isinstance(value, numpy.generic):
+        return _encode(value.item(), where)
+    raise DistfxError(
+        f"{where} has a {type(value).__name__}, which a checkpoint cannot hold: give numbers, strings, lists, tuples "
+        "and dicts of these"
+    )
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {key: _decode(item) for key, item in value.items()}
+    items = value.get("items")
+    if kind == "scalar":
+        return torch.tensor(items, dtype=_dtype(value["dtype"]))
+    if kind == "tuple" and isinstance(items, list):
+        return tuple(_decode(item) for item in items)
+    if kind in ("dict", "counter") and isinstance(items, list):
+        pairs = {_decode(key): _decode(item) for key, item in items}
+        return Counter(pairs) if kind == "counter" else pairs
+    raise DistfxError(f"the checkpoint has a value of the unknown kind {kind!r}")
+
+
+# ---------------------------------------------------------------------------------------------- random numbers
+
+
+def _random_file(folder: Path, rank: int) -> Path:
+    return folder / f"random-{rank:05d}.json"
+
+
+def _write_random_state(folder: Path, rank: int) -> None:
+    """Save the generators of this rank. Those of rank 0 decide what the random operators of all ranks draw."""
+    name, keys, *rest = numpy.random.get_state()
+    state = {
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "cuda": bytes(torch.cuda.get_rng_state().tolist()).hex() if torch.cuda.is_available() else None,
+        "python": _encode(random.getstate(), "random"),
+        "numpy": [name, numpy.asarray(keys).tolist(), *rest],
+    }
+    with open(_random_file(folder, rank), "w") as file:
+        json.dump(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_random_state(folder: Path, rank: int) -> None:
+    """Restore the generators of this rank; a rank that was not there takes those of rank 0."""
+    path = _random_file(folder, rank)
+    state = json.loads((path if path.is_file() else _random_file(folder, 0)).read_text())
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(list(bytes.fromhex(state["cuda"])), dtype=torch.uint8))
+    random.setstate(_decode(state["python"]))
+    name, keys, *rest = state["numpy"]
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
