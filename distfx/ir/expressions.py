@@ -189,11 +189,16 @@ class _Parser:
             if sign.text == "*":
                 factors += self._factor()
             elif sign.text == "/":
-                factors.append(self._operation("/", (self._multiply(self._factor()),), sign))
+                factors += self._reciprocals(self._multiply(self._factor()), sign)
             else:
                 operands = self._multiply(factors), self._multiply(self._factor())
                 factors = [self._operation(sign.text, operands, sign)]
         return self._multiply(factors)
+
+    def _reciprocals(self, divisor: Expression, sign: _Token) -> list[Expression]:
+        """The reciprocal of each factor of ``divisor``: ``a/(2*b)`` is one product of three factors."""
+        factors = divisor.operands if isinstance(divisor, Operation) and divisor.name == "*" else (divisor,)
+        return [self._operation("/", (factor,), sign) for factor in factors]
 
     def _multiply(self, factors: list[Expression]) -> Expression:
         return factors[0] if len(factors) == 1 else self._operation("*", tuple(factors))

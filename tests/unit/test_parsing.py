@@ -106,6 +106,8 @@ def sizes(depth: int = 4) -> st.SearchStrategy[Size]:
 @given(sizes())
 @example(-(C + 17) * minimum(C, H))  # a minus before a sum stays in front of the product
 @example(27 * (H - C) / W)
+@example(N / 2 / (C + N))
+@example(N / 2 / (C + N) ** 2 / H)
 @example(floordiv(sympy.Integer(1), 1 / H))
 @example(floordiv(H - 1, 2) + 1)
 @example(floordiv(-H, 2))
@@ -155,6 +157,9 @@ def test_a_parsed_size_has_the_value_that_python_computes(size: Size, values: li
         ("-2**2", -4),
         ("2**3", 8),
         ("6/3", 2),
+        ("12/(2*3)", 2),
+        ("12/2*3", 18),
+        ("12/(6/3)", 6),
         ("floor(7/2)", 3),
         ("ceil(7/2)", 4),
         ("ceiling(7/2)", 4),
