@@ -13,7 +13,7 @@ from distfx.engine.engine import Engine
 from distfx.errors import DistfxError
 from distfx.grid import Grid, GridLike
 from distfx.module import ParallelModule
-from distfx.passes.capture.export import capture
+from distfx.passes.capture.export import capture, check_model
 from distfx.passes.inputs import check_batch, match_inputs
 from distfx.passes.pipeline import Options, compile_graph, plan_at
 from distfx.planner.decisions import ALGORITHMS, Pins
@@ -63,6 +63,7 @@ def parallelize(
             raise DistfxError(f"parallelize takes a torch.nn.Module, not {type(model).__name__}")
         if isinstance(model, ParallelModule):
             raise DistfxError("the model is parallel already: give parallelize the original one")
+        check_model(model, needs_values=True)
         if outputs not in ("global", "local"):
             raise DistfxError(
                 f"outputs={outputs!r}: it is 'global' (whole on every rank) or 'local' (this rank's part)"
@@ -90,6 +91,7 @@ def plan(
     ``model`` may lie on the ``meta`` device; ``grid`` may be abstract, or a text such as ``"n2c2h2"``. For a model with
     several inputs, ``shape`` has for each its shape, or a tensor of its shape and dtype (class labels, on ``meta``).
     """
+    check_model(model)
     pins = _pins(strategy)
     place = _factored(Grid.of_abstract(grid), pins)
     if not 0 <= rank < place.size:

@@ -1,94 +1,166 @@
-"""One operator for each idea: all convolutions are ``convolution``, all views ``reshape``, a split is slices."""
+"""canonicalize: one operator for each concept. All convolutions are ``convolution``, all views ``reshape``, and so on.
+
+:data:`REWRITES` maps each operator that has a canonical form to a function that rewrites its call in place. A function
+leaves calls alone that it cannot rewrite.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from distfx.ir.meta import Meta, meta
-from distfx.ir.nodes import arguments, aten
+from distfx.ir.nodes import arguments, aten, operator_of
 from distfx.ir.ops import OpOutput
-from distfx.passes.losses import split_loss
+from distfx.ir.torch_private import OpOverload, is_mutable, rename
+from distfx.passes.losses import LOSSES
 
-__all__ = ["canonical", "name_after_module"]
+__all__ = ["REWRITES", "canonicalize", "name_after_module"]
 
-_CONVOLUTIONS = {
-    aten.conv1d.default: 1,
-    aten.conv2d.default: 2,
-    aten.conv3d.default: 3,
-    aten.conv1d.padding: 1,
-    aten.conv2d.padding: 2,
-    aten.conv3d.padding: 3,
-}
-_TRANSPOSED = {aten.conv_transpose1d.default: 1, aten.conv_transpose2d.input: 2, aten.conv_transpose3d.input: 3}
-_RESHAPES = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.view_as.default,
-    aten.reshape_as.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-    aten.ravel.default,
-}
-_DROPOUTS = {
-    aten.dropout.default,
-    aten.feature_dropout.default,
-    aten.alpha_dropout.default,
-    aten.feature_alpha_dropout.default,
-}
+Rewrite = Callable[[Graph, Node], None]
+
+_END = 2**63 - 1
 
 
-def name_after_module(node: Node, old: Node) -> None:
-    """The main call of a torch.nn module is called as the module is: ``layer1_0_conv1``."""
-    stack = list((Meta.nn_module_stack.get(old) or {}).values())
+def canonicalize(graph: Graph, node: Node) -> Node:
+    """Rewrite a call to its canonical form, in place. Returns the call that does the work of the module."""
+    rewrite = REWRITES.get(node.target)
+    if rewrite is not None:
+        rewrite(graph, node)
+    return _add_batch_dim(graph, node)
+
+
+def name_after_module(node: Node, exported: Node) -> None:
+    """Name the main call of a torch.nn module after the module's path: ``layer1_0_conv1``."""
+    stack = list((Meta.nn_module_stack.get(exported) or {}).values())
     if stack and str(stack[-1][1]).startswith("torch.nn.modules") and meta(node).path:
         name = re.sub(r"\W", "_", meta(node).path)
-        node._rename(f"{name}_pad" if node.target is aten.pad.default else name)
+        rename(node, f"{name}_pad" if node.target is aten.pad.default else name)
 
 
-def _tuple(value: Any, rank: int) -> list[int]:
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return values * rank if len(values) == 1 else values
+def _insert_call(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], shape: Sequence[Any]) -> Node:
+    """Insert a call before ``node`` with the same provenance and dtype."""
+    with graph.inserting_before(node):
+        call = graph.call_function(target, args)
+    call.meta = dict(node.meta)
+    meta(call).shape = tuple(shape)
+    return call
 
 
-_SPLITS = {
-    aten.split.Tensor,
-    aten.split.sizes,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-    aten.tensor_split.sections,
-    aten.tensor_split.indices,
+def _replace_call(node: Node, target: Any, *args: Any, **kwargs: Any) -> None:
+    """Make the node a call of ``target``."""
+    node.target, node.args, node.kwargs = target, args, kwargs
+
+
+def _duplicate_operands(graph: Graph, node: Node) -> None:
+    """Give a tensor that is an operand more than once an alias for each, because each may need its own layout."""
+    seen: set[Node] = set()
+
+    def distinct(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [distinct(item) for item in value]
+        if not isinstance(value, Node):
+            return value
+        if value in seen:
+            return _insert_call(graph, node, aten.alias.default, (value,), meta(value).shape)
+        seen.add(value)
+        return value
+
+    node.args = tuple(distinct(value) for value in node.args)
+
+
+# -------------------------------------------------------------------------------------------- several outputs
+
+
+def _rewrite_output(graph: Graph, node: Node) -> None:
+    """One output of a call that returns several is a call of its own."""
+    source: Any = node.args[0]
+    if not isinstance(source, Node):
+        return
+    rewrite = _OUTPUTS.get(source.target)
+    if rewrite is not None:
+        rewrite(node, source)
+    elif _is_pure(source.target):
+        index: Any = node.args[1]
+        _replace_call(node, OpOutput(source.target, index), *source.args, **source.kwargs)  # type: ignore[arg-type]
+
+
+def _is_pure(target: Any) -> bool:
+    """Whether an operator may be called again: it has no side effects and draws no random numbers."""
+    return (
+        isinstance(target, OpOverload)
+        and not is_mutable(target)
+        and torch.Tag.nondeterministic_seeded not in target.tags
+    )
+
+
+def _output_of_split(node: Node, source: Node) -> None:
+    """An output of a split is a slice."""
+    x: Any = source.args[0]
+    index: Any = node.args[1]
+    dim: Any = arguments(source)["dim"]
+    shapes: Any = meta(source).shape  # of all outputs
+    start = sum((shape[dim] for shape in shapes[: index % len(shapes)]), 0)
+    _replace_call(node, aten.slice.Tensor, x, dim % len(meta(x).shape), start, start + meta(node).shape[dim])
+
+
+def _output_of_unbind(node: Node, source: Node) -> None:
+    """An output of ``unbind`` is a selection."""
+    x: Any = source.args[0]
+    index: Any = node.args[1]
+    dim: Any = arguments(source)["dim"]
+    _replace_call(node, aten.select.int, x, dim % len(meta(x).shape), index % len(meta(source).shape))
+
+
+def _output_of_broadcast(node: Node, source: Node) -> None:
+    """An output of ``broadcast_tensors`` is an expanded operand."""
+    operands: Any = source.args[0]
+    index: Any = node.args[1]
+    operand, shape = operands[index], meta(node).shape
+    if meta(operand).shape == shape:
+        _replace_call(node, aten.alias.default, operand)
+    else:
+        _replace_call(node, aten.expand.default, operand, list(shape))
+
+
+_OUTPUTS: Mapping[Any, Callable[[Node, Node], None]] = {
+    aten.split.Tensor: _output_of_split,
+    aten.split.sizes: _output_of_split,
+    aten.split_with_sizes.default: _output_of_split,
+    aten.chunk.default: _output_of_split,
+    aten.tensor_split.sections: _output_of_split,
+    aten.tensor_split.indices: _output_of_split,
+    aten.unbind.int: _output_of_unbind,
+    aten.broadcast_tensors.default: _output_of_broadcast,
 }
 
 
-def _part(node: Node) -> None:
-    """A part of a split is a slice; one of ``unbind`` is a selection."""
-    source, index = node.args
-    assert isinstance(source, Node) and isinstance(index, int)
-    x: Any = source.args[0]
-    dim: Any = arguments(source)["dim"]
-    rank = len(meta(x).shape)
-    shapes: Any = meta(source).shape  # of several tensors
-    if source.target is aten.unbind.int:
-        node.target, node.args = aten.select.int, (x, dim % rank, index % len(shapes))
-        return
-    start = sum((shape[dim] for shape in shapes[: index % len(shapes)]), 0)
-    node.target, node.args = aten.slice.Tensor, (x, dim % rank, start, start + meta(node).shape[dim])
+# --------------------------------------------------------------------------------------------- views and shapes
+
+
+def _reshape(graph: Graph, node: Node) -> None:
+    _replace_call(node, aten.reshape.default, node.args[0], list(meta(node).shape))
+
+
+def _expand(graph: Graph, node: Node) -> None:
+    _replace_call(node, aten.expand.default, node.args[0], list(meta(node).shape))
+
+
+def _permute(graph: Graph, node: Node) -> None:
+    """Every kind of transposition is a permutation of dims."""
+    if node.target is aten.matrix_H.default and meta(node).dtype.is_complex:
+        return  # it also conjugates
+    node.args, node.target = (node.args[0], _permutation(node)), aten.permute.default
 
 
 def _permutation(node: Node) -> list[int]:
-    """The order of dims that a transposition of any kind gives."""
+    """The order of dims after a transposition."""
     rank = len(meta(node).shape)
     order = list(range(rank))
     if node.target in (aten.t.default, aten.numpy_T.default):
@@ -105,18 +177,96 @@ def _permutation(node: Node) -> list[int]:
     return order
 
 
-_TRANSPOSITIONS = {
-    aten.transpose.int,
-    aten.swapaxes.default,
-    aten.swapdims.default,
-    aten.t.default,
-    aten.numpy_T.default,
-    aten.mT.default,
-    aten.matrix_H.default,
-    aten.movedim.int,
-    aten.movedim.intlist,
-}
-_PADS = {
+def _slice(graph: Graph, node: Node) -> None:
+    """A slice of everything is an alias: the first index of ``y[:, :3]``."""
+    x: Any = node.args[0]
+    if meta(x).shape == meta(node).shape and arguments(node)["step"] == 1:
+        _replace_call(node, aten.alias.default, x)
+
+
+def _narrow(graph: Graph, node: Node) -> None:
+    values: Any = arguments(node)
+    x, dim, start, length = values["self"], values["dim"], values["start"], values["length"]
+    if isinstance(start, int) and start < 0:  # counted from the end: the end of the slice could be 0
+        start = start + meta(x).shape[dim]
+    _replace_call(node, aten.slice.Tensor, x, dim, start, start + length)
+
+
+def _stack(graph: Graph, node: Node) -> None:
+    """A stack is a concatenation of tensors with one more dim."""
+    operands: Any = node.args[0]
+    dim: Any = arguments(node)["dim"]
+    shape = list(meta(node).shape)
+    dim %= len(shape)
+    piece = [*shape[:dim], 1, *shape[dim + 1 :]]
+    pieces = [_insert_call(graph, node, aten.reshape.default, (x, piece), piece) for x in operands]
+    _replace_call(node, aten.cat.default, pieces, dim)
+
+
+def _concatenate(graph: Graph, node: Node) -> None:
+    operands: Any = node.args[0]
+    if len(operands) == 1:
+        _replace_call(node, aten.alias.default, operands[0])
+        return
+    node.target = aten.cat.default
+    _duplicate_operands(graph, node)
+
+
+def _hstack(graph: Graph, node: Node) -> None:
+    """``hstack`` of tensors with two dims or more is a concatenation along the second."""
+    if len(meta(node).shape) > 1:
+        _replace_call(node, aten.cat.default, node.args[0], 1)
+        _duplicate_operands(graph, node)
+
+
+def _pixel_shuffle(graph: Graph, node: Node) -> None:
+    """Pixel shuffle and its inverse are a reshape, a permutation and a reshape."""
+    x: Any = node.args[0]
+    r: Any = node.args[1]
+    is_upscaling = node.target is aten.pixel_shuffle.default
+    *lead, c, h, w = meta(x if is_upscaling else node).shape  # of the smaller image
+    rank, c = len(lead), c // (r * r)
+    channels_first, interleaved = [*lead, c, r, r, h, w], [*lead, c, h, r, w, r]
+    if is_upscaling:
+        split, permuted = channels_first, interleaved
+        order = [*range(rank), rank, rank + 3, rank + 1, rank + 4, rank + 2]
+    else:
+        split, permuted = interleaved, channels_first
+        order = [*range(rank), rank, rank + 2, rank + 4, rank + 1, rank + 3]
+    first = _insert_call(graph, node, aten.reshape.default, (x, split), split)
+    second = _insert_call(graph, node, aten.permute.default, (first, order), permuted)
+    _replace_call(node, aten.reshape.default, second, list(meta(node).shape))
+
+
+def _channel_shuffle(graph: Graph, node: Node) -> None:
+    n, c, *space = meta(node).shape
+    groups: Any = node.args[1]
+    split = [n, groups, c // groups, *space]
+    order = [0, 2, 1, *range(3, len(split))]
+    first = _insert_call(graph, node, aten.reshape.default, (node.args[0], split), split)
+    second = _insert_call(graph, node, aten.permute.default, (first, order), [split[i] for i in order])
+    _replace_call(node, aten.reshape.default, second, list(meta(node).shape))
+
+
+def _rotate(graph: Graph, node: Node) -> None:
+    """A rotation by 90 degrees is a flip and a transposition, by 180 degrees two flips."""
+    values: Any = arguments(node)
+    x, turns, rank = values["self"], values["k"] % 4, len(meta(node).shape)
+    a, b = (dim % rank for dim in values["dims"])
+    if turns == 0:
+        _replace_call(node, aten.alias.default, x)
+    elif turns == 2:
+        _replace_call(node, aten.flip.default, x, [a, b])
+    else:
+        flipped = _insert_call(graph, node, aten.flip.default, (x, [b if turns == 1 else a]), meta(x).shape)
+        order = list(range(rank))
+        order[a], order[b] = b, a
+        _replace_call(node, aten.permute.default, flipped, order)
+
+
+# ----------------------------------------------------------------------------------------------------- padding
+
+_PADDING_MODES = {
     aten.constant_pad_nd.default: "constant",
     aten.reflection_pad1d.default: "reflect",
     aten.reflection_pad2d.default: "reflect",
@@ -127,195 +277,17 @@ _PADS = {
 }
 
 
-def _call(graph: Graph, like: Node, target: Any, args: tuple[Any, ...], shape: Sequence[Any]) -> Node:
-    """A new call before ``like``, with its place in the model."""
-    with graph.inserting_before(like):
-        node = graph.call_function(target, args)
-    node.meta = dict(like.meta)
-    meta(node).shape = tuple(shape)
-    return node
-
-
-def _shuffle(graph: Graph, node: Node) -> None:
-    """Pixel shuffle and its inverse are reshape, permute, reshape."""
-    x: Any = node.args[0]
-    r: Any = node.args[1]
-    up = node.target is aten.pixel_shuffle.default
-    small = x if up else node
-    *lead, c, h, w = meta(small).shape
-    rank, c = len(lead), c // (r * r)
-    if up:
-        split = [*lead, c, r, r, h, w]
-        order = [*range(rank), rank, rank + 3, rank + 1, rank + 4, rank + 2]
-        moved = [*lead, c, h, r, w, r]
-    else:
-        split = [*lead, c, h, r, w, r]
-        order = [*range(rank), rank, rank + 2, rank + 4, rank + 1, rank + 3]
-        moved = [*lead, c, r, r, h, w]
-    first = _call(graph, node, aten.reshape.default, (x, split), split)
-    second = _call(graph, node, aten.permute.default, (first, order), moved)
-    node.target, node.args = aten.reshape.default, (second, list(meta(node).shape))
-
-
-def _stacked(graph: Graph, node: Node) -> None:
-    """A stack is a concatenation of tensors with one more dim."""
-    operands: Any = node.args[0]
-    dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    shape = list(meta(node).shape)
-    dim %= len(shape)
-    one = [*shape[:dim], 1, *shape[dim + 1 :]]
-    node.args = ([_call(graph, node, aten.reshape.default, (x, one), one) for x in operands], dim)
-    node.target, node.kwargs = aten.cat.default, {}
-
-
-def _norm(graph: Graph, node: Node) -> None:
-    """Every spelling of a vector norm; those of infinite order are extremes of absolute values."""
-    a = arguments(node)
-    x, order, dims = node.args[0], a["ord"] if "ord" in a else a["p"], a.get("dim")
-    keepdim, dtype = bool(a.get("keepdim")), a.get("dtype")
-    order = 2.0 if order is None else float(order)
-    assert isinstance(x, Node)
-    node.kwargs = {} if dtype is None else {"dtype": dtype}
-    if math.isinf(order) and dtype is None:
-        node.target = aten.amax.default if order > 0 else aten.amin.default
-        size = _call(graph, node, aten.abs.default, (x,), meta(x).shape)
-        node.args = (size, [] if dims is None else [dims] if isinstance(dims, int) else list(dims), keepdim)
-    else:
-        node.target = aten.linalg_vector_norm.default
-        node.args = (x, order, None if dims is None else dims if isinstance(dims, list | tuple) else [dims], keepdim)
-
-
-_NORMS = {
-    aten.linalg_vector_norm.default,
-    aten.norm.Scalar,
-    aten.norm.ScalarOpt_dim,
-    aten.norm.ScalarOpt_dtype,
-    aten.norm.ScalarOpt_dim_dtype,
-}
-
-
-_OPERANDS_APART = {
-    aten.linear.default,
-    aten.dot.default,
-    aten.vdot.default,
-    aten.outer.default,
-    aten.inner.default,
-    aten.matmul.default,
-    aten.bmm.default,
-    aten.mm.default,
-    aten.einsum.default,
-    aten.scaled_dot_product_attention.default,
-    aten.cat.default,
-}
-
-
-def _apart(graph: Graph, node: Node) -> None:
-    """A tensor that is several operands of a call, which may need it in different layouts, gets a name for each."""
-    seen: set[Node] = set()
-
-    def other(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [other(item) for item in value]
-        if not isinstance(value, Node):
-            return value
-        if value in seen:
-            return _call(graph, node, aten.alias.default, (value,), meta(value).shape)
-        seen.add(value)
-        return value
-
-    node.args = tuple(other(value) for value in node.args)
-
-
-def _added_product(graph: Graph, node: Node) -> None:
-    """``addmm`` and ``baddbmm`` are a product, factors and a sum."""
-    a = arguments(node)
-    added, first, second = node.args[:3]
-    product = aten.mm.default if node.target is aten.addmm.default else aten.bmm.default
-    made = _call(graph, node, product, (first, second), meta(node).shape)
-    _apart(graph, made)
-    if a["alpha"] != 1:
-        made = _call(graph, node, aten.mul.Tensor, (made, a["alpha"]), meta(node).shape)
-    node.target, node.args = aten.add.Tensor, (made, added)
-    node.kwargs = {"alpha": a["beta"]} if a["beta"] != 1 else {}
-
-
-def _rotated(graph: Graph, node: Node) -> None:
-    """A quarter turn is a flip and a transposition, a half turn two flips."""
-    given: Any = arguments(node)
-    x, turns, rank = given["self"], given["k"], len(meta(node).shape)
-    a, b = (dim % rank for dim in given["dims"])
-    if turns % 2 == 0:
-        node.target = aten.flip.default if turns % 4 else aten.alias.default
-        node.args = (x, [a, b]) if turns % 4 else (x,)
-        return
-    flipped = _call(graph, node, aten.flip.default, (x, [b if turns % 4 == 1 else a]), meta(x).shape)
-    order = list(range(rank))
-    order[a], order[b] = b, a
-    node.target, node.args = aten.permute.default, (flipped, order)
-
-
-def _channel_shuffle(graph: Graph, node: Node) -> None:
-    n, c, *space = meta(node).shape
-    groups: Any = node.args[1]
-    split = [n, groups, c // groups, *space]
-    order = [0, 2, 1, *range(3, len(split))]
-    first = _call(graph, node, aten.reshape.default, (node.args[0], split), split)
-    second = _call(graph, node, aten.permute.default, (first, order), [split[i] for i in order])
-    node.target, node.args = aten.reshape.default, (second, list(meta(node).shape))
-
-
-def _glu(graph: Graph, node: Node) -> None:
-    dim: Any = arguments(node)["dim"]
-    shape = meta(node).shape
-    size = shape[dim]
-    parts = [(node.args[0], dim % len(shape), at, at + size) for at in (0, size)]
-    value, gate = (_call(graph, node, aten.slice.Tensor, part, shape) for part in parts)
-    node.args = (value, _call(graph, node, aten.sigmoid.default, (gate,), shape))
-    node.target, node.kwargs = aten.mul.Tensor, {}
-
-
-def _narrow(graph: Graph, node: Node) -> None:
-    x, dim, start, length = cast(Any, node.args)
-    if isinstance(start, int) and start < 0:  # from the end, which a slice of ``start + length`` would not be at 0
-        start = start + meta(x).shape[dim]
-    node.target, node.args = aten.slice.Tensor, (x, dim, start, start + length)
-
-
 def _pad(graph: Graph, node: Node) -> None:
     value = node.args[2] if len(node.args) > 2 else None
-    mode = _PADS[node.target]  # type: ignore[index]
+    mode = _PADDING_MODES[node.target]  # type: ignore[index]
     node.target, node.args = aten.pad.default, (*node.args[:2], mode, value)
 
 
-def _piled(graph: Graph, node: Node) -> None:
-    """``hstack`` of tensors of two dims or more is a concatenation."""
-    if len(meta(node).shape) > 1:
-        node.target, node.args = aten.cat.default, (node.args[0], 1)
-        _apart(graph, node)
-
-
-def _differences(graph: Graph, node: Node) -> None:
-    """Of neighbours along a dim: the later less the earlier, as often as is said."""
-    given = arguments(node)
-    if given["prepend"] is not None or given["append"] is not None or meta(node).dtype is torch.bool:
-        return
-    x: Any = node.args[0]
-    dim = given["dim"] % len(meta(x).shape)
-    for number in range(given["n"]):
-        shape = [size - 1 if i == dim else size for i, size in enumerate(meta(x).shape)]
-        later = _call(graph, node, aten.slice.Tensor, (x, dim, 1, 2**63 - 1), shape)
-        earlier = _call(graph, node, aten.slice.Tensor, (x, dim, 0, meta(x).shape[dim] - 1), shape)
-        if number == given["n"] - 1:
-            node.target, node.args, node.kwargs = aten.sub.Tensor, (later, earlier), {}
-        else:
-            x = _call(graph, node, aten.sub.Tensor, (later, earlier), shape)
-
-
-def _crop_before_circle(graph: Graph, node: Node) -> None:
-    """What a circular padding crops (by widths below zero) is gone before the rest is wrapped around."""
-    given = arguments(node)
-    x, widths = given["self"], list(given["pad"])
-    if given["mode"] != "circular" or min(widths) >= 0:
+def _crop_before_circular_pad(graph: Graph, node: Node) -> None:
+    """Negative widths of a circular padding crop the tensor before the rest wraps around."""
+    values = arguments(node)
+    x, widths = values["self"], list(values["pad"])
+    if values["mode"] != "circular" or min(widths) >= 0:
         return
     for i in range(len(widths) // 2):
         before, after = (min(0, width) for width in widths[2 * i : 2 * i + 2])
@@ -323,149 +295,258 @@ def _crop_before_circle(graph: Graph, node: Node) -> None:
             dim, shape = len(meta(x).shape) - 1 - i, list(meta(x).shape)
             end = shape[dim] + after
             shape[dim] = end + before
-            x = _call(graph, node, aten.slice.Tensor, (x, dim, -before, end), shape)
-    node.args, node.kwargs = (x, [max(0, width) for width in widths], "circular"), {}
+            x = _insert_call(graph, node, aten.slice.Tensor, (x, dim, -before, end), shape)
+    _replace_call(node, aten.pad.default, x, [max(0, width) for width in widths], "circular")
 
 
-_REWRITES: dict[Any, Callable[[Graph, Node], None]] = {
-    aten.channel_shuffle.default: _channel_shuffle,
-    aten.rot90.default: _rotated,
-    aten.glu.default: _glu,
-    aten.narrow.default: _narrow,
-    aten.diff.default: _differences,
-    aten.hstack.default: _piled,
-    aten.pad.default: _crop_before_circle,
-    **dict.fromkeys(_PADS, _pad),
+# ------------------------------------------------------------------------------------- convolutions and products
+
+_CONVOLUTIONS = {
+    aten.conv1d.default: 1,
+    aten.conv2d.default: 2,
+    aten.conv3d.default: 3,
+    aten.conv1d.padding: 1,
+    aten.conv2d.padding: 2,
+    aten.conv3d.padding: 3,
+}
+"""The number of spatial dims of each."""
+_TRANSPOSED_CONVOLUTIONS = {
+    aten.conv_transpose1d.default: 1,
+    aten.conv_transpose2d.input: 2,
+    aten.conv_transpose3d.input: 3,
 }
 
 
-def _is_pure(target: Any) -> bool:
-    """Whether calling an operator once more changes nothing."""
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
-        return False
-    return torch.Tag.nondeterministic_seeded not in target.tags
+def _convolution(graph: Graph, node: Node) -> None:
+    a = arguments(node)
+    rank = (_CONVOLUTIONS | _TRANSPOSED_CONVOLUTIONS)[node.target]  # type: ignore[index]
+    stride, dilation = _per_dim(a["stride"], rank), _per_dim(a["dilation"], rank)
+    is_transposed = node.target in _TRANSPOSED_CONVOLUTIONS
+    output_padding = _per_dim(a.get("output_padding", 0), rank)
+    x, weight = a["input"], a["weight"]
+    if a["padding"] == "same":
+        taps = meta(weight).shape[2:]
+        totals = [d * (k - 1) for d, k in zip(dilation, taps, strict=True)]
+        padding = [total // 2 for total in totals]
+        if any(total % 2 for total in totals):  # an even kernel has one more tap on the right
+            x = _pad_right(graph, node, x, [total % 2 for total in totals])
+    else:
+        padding = _per_dim(0 if a["padding"] == "valid" else a["padding"], rank)
+    _replace_call(
+        node, aten.convolution.default,
+        x, weight, a["bias"], stride, padding, dilation, is_transposed, output_padding, a["groups"],
+    )  # fmt: skip
+    _duplicate_operands(graph, node)
 
+
+def _per_dim(value: Any, rank: int) -> list[int]:
+    """One number for each spatial dim."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * rank if len(values) == 1 else values
+
+
+def _pad_right(graph: Graph, node: Node, x: Node, widths: Sequence[int]) -> Node:
+    """Pad the end of the last dims with zeros."""
+    shape = list(meta(x).shape)
+    for i, width in enumerate(reversed(widths)):
+        shape[-1 - i] = shape[-1 - i] + width
+    pairs = [side for width in reversed(widths) for side in (0, width)]
+    return _insert_call(graph, node, aten.pad.default, (x, pairs, "constant", 0.0), shape)
+
+
+def _add_product(graph: Graph, node: Node) -> None:
+    """``addmm`` and ``baddbmm`` are a product, its factor, and a sum."""
+    values = arguments(node)
+    summand, first, second = node.args[:3]
+    target = aten.mm.default if node.target is aten.addmm.default else aten.bmm.default
+    product = _insert_call(graph, node, target, (first, second), meta(node).shape)
+    _duplicate_operands(graph, product)
+    if values["alpha"] != 1:
+        product = _insert_call(graph, node, aten.mul.Tensor, (product, values["alpha"]), meta(node).shape)
+    _replace_call(node, aten.add.Tensor, product, summand)
+    if values["beta"] != 1:
+        node.kwargs = {"alpha": values["beta"]}
+
+
+# ------------------------------------------------------------------------------------------ element-wise, reductions
+
+
+def _glu(graph: Graph, node: Node) -> None:
+    """One half times the sigmoid of the other."""
+    dim: Any = arguments(node)["dim"]
+    shape = meta(node).shape
+    size = shape[dim]
+    halves = [(node.args[0], dim % len(shape), start, start + size) for start in (0, size)]
+    value, gate = (_insert_call(graph, node, aten.slice.Tensor, half, shape) for half in halves)
+    _replace_call(node, aten.mul.Tensor, value, _insert_call(graph, node, aten.sigmoid.default, (gate,), shape))
+
+
+def _rrelu(graph: Graph, node: Node) -> None:
+    """Without training the slope is the mean of its bounds."""
+    values = arguments(node)
+    if not values["training"]:
+        _replace_call(node, aten.leaky_relu.default, node.args[0], (values["lower"] + values["upper"]) / 2)
+
+
+def _dropout(graph: Graph, node: Node) -> None:
+    """Without training, or with p = 0, dropout is the identity."""
+    if not node.args[2] or node.args[1] == 0:
+        node.target, node.args = aten.alias.default, (node.args[0],)
+
+
+def _type_as(graph: Graph, node: Node) -> None:
+    node.target, node.args = aten.to.dtype, (node.args[0], meta(node).dtype)
+
+
+def _norm(graph: Graph, node: Node) -> None:
+    """All vector norms are ``linalg_vector_norm``; those of infinite order are extremes of absolute values."""
+    a = arguments(node)
+    x, order, dims = node.args[0], a["ord"] if "ord" in a else a["p"], a.get("dim")
+    keepdim, dtype = bool(a.get("keepdim")), a.get("dtype")
+    order = 2.0 if order is None else float(order)
+    if isinstance(dims, int):
+        dims = [dims]
+    assert isinstance(x, Node)
+    if math.isinf(order) and dtype is None:
+        target = aten.amax.default if order > 0 else aten.amin.default
+        magnitude = _insert_call(graph, node, aten.abs.default, (x,), meta(x).shape)
+        _replace_call(node, target, magnitude, [] if dims is None else list(dims), keepdim)
+    else:
+        _replace_call(node, aten.linalg_vector_norm.default, x, order, dims, keepdim)
+        node.kwargs = {} if dtype is None else {"dtype": dtype}
+
+
+def _count_nonzero(graph: Graph, node: Node) -> None:
+    x: Any = node.args[0]
+    is_nonzero = _insert_call(graph, node, aten.ne.Scalar, (x, 0), meta(x).shape)
+    meta(is_nonzero).dtype = torch.bool
+    _replace_call(node, aten.sum.dim_IntList, is_nonzero, arguments(node).get("dim"))
+
+
+def _difference(graph: Graph, node: Node) -> None:
+    """Repeated differences of neighbours along a dim: the later minus the earlier."""
+    values = arguments(node)
+    if values["prepend"] is not None or values["append"] is not None or meta(node).dtype is torch.bool:
+        return
+    x: Any = node.args[0]
+    dim = values["dim"] % len(meta(x).shape)
+    for order in range(1, values["n"] + 1):
+        shape = [size - 1 if i == dim else size for i, size in enumerate(meta(x).shape)]
+        later = _insert_call(graph, node, aten.slice.Tensor, (x, dim, 1, _END), shape)
+        earlier = _insert_call(graph, node, aten.slice.Tensor, (x, dim, 0, meta(x).shape[dim] - 1), shape)
+        if order == values["n"]:
+            _replace_call(node, aten.sub.Tensor, later, earlier)
+        else:
+            x = _insert_call(graph, node, aten.sub.Tensor, (later, earlier), shape)
+
+
+# --------------------------------------------------------------------------------------------- images without batch
 
 _POOLING = re.compile(r"(?:adaptive_|fractional_)?(?:max|avg)_(?:un)?pool(\d)d")
 
 
-def _space(node: Node) -> int:
-    """Of an operator that takes images without a batch, too: how many dims of space it has; else 0."""
+def _spatial_rank(node: Node) -> int:
+    """The number of spatial dims of a convolution or pooling, which also take images without a batch; else 0."""
     if node.target is aten.convolution.default:
         stride: Any = node.args[3]
         return len(stride)
-    target = node.target.op if isinstance(node.target, OpOutput) else node.target
-    pooling = _POOLING.match(getattr(target, "__name__", ""))
+    pooling = _POOLING.match(getattr(operator_of(node), "__name__", ""))
     return int(pooling[1]) if pooling else 0
 
 
-def _batched(graph: Graph, node: Node) -> Node:
-    """An operator on one image is that on a batch of one. Gives the call that computes."""
-    space = _space(node)
-    images = [a for a in node.args[:2] if isinstance(a, Node) and a.op != "get_attr"] if space else []
-    images = [image for image in images if len(meta(image).shape) == space + 1]
-    if not images or len(meta(node).shape) != space + 1:  # of several results each has a call of its own
+def _add_batch_dim(graph: Graph, node: Node) -> Node:
+    """Turn an operator on one image into that on a batch of one. Returns the call that computes."""
+    rank = _spatial_rank(node)
+    images = [a for a in node.args[:2] if isinstance(a, Node) and a.op != "get_attr"] if rank else []
+    images = [image for image in images if len(meta(image).shape) == rank + 1]
+    if not images or len(meta(node).shape) != rank + 1:  # a call with several outputs waits for its OpOutput
         return node
 
     def batch(image: Node) -> Node:
         shape = [1, *meta(image).shape]
         same = (user for user in image.users if user.target is aten.reshape.default and user.args == (image, shape))
-        return next(same, None) or _call(graph, node, aten.reshape.default, (image, shape), shape)
+        return next(same, None) or _insert_call(graph, node, aten.reshape.default, (image, shape), shape)
 
     shape = list(meta(node).shape)
     args = tuple(batch(a) if isinstance(a, Node) and a in images else a for a in node.args)
-    made = _call(graph, node, node.target, args, [1, *shape])
-    made.kwargs, node.kwargs = node.kwargs, {}
-    node.target, node.args = aten.reshape.default, (made, shape)
-    return made
+    batched = _insert_call(graph, node, node.target, args, [1, *shape])
+    batched.kwargs = node.kwargs
+    _replace_call(node, aten.reshape.default, batched, shape)
+    return batched
 
 
-def canonical(graph: Graph, node: Node) -> Node:
-    """One operator for each idea: ``convolution`` for all convolutions, ``reshape`` for all views, and so on.
+# ------------------------------------------------------------------------------------------------------- the table
 
-    Gives the call that is the module's own, if it was one.
-    """
-    _rewrite(graph, node)
-    return _batched(graph, node)
-
-
-def _rewrite(graph: Graph, node: Node) -> None:
-    if split_loss(graph, node):
-        return
-    target = node.target
-    source = node.args[0] if node.args else None
-    if target is operator.getitem and isinstance(source, Node) and source.target in (*_SPLITS, aten.unbind.int):
-        _part(node)
-    elif target is operator.getitem and isinstance(source, Node) and source.target is aten.broadcast_tensors.default:
-        operand: Any = source.args[0][node.args[1]]  # type: ignore[index]
-        same = meta(operand).shape == meta(node).shape
-        node.target = aten.alias.default if same else aten.expand.default
-        node.args = (operand,) if same else (operand, list(meta(node).shape))
-    elif target is operator.getitem and isinstance(source, Node) and _is_pure(source.target):
-        index: Any = node.args[1]
-        node.target, node.args, node.kwargs = OpOutput(source.target, index), source.args, source.kwargs  # type: ignore[arg-type]
-    elif target in _TRANSPOSITIONS and not (target is aten.matrix_H.default and meta(node).dtype.is_complex):
-        node.args, node.target = (source, _permutation(node)), aten.permute.default
-    elif target in (aten.expand.default, aten.expand_as.default):
-        node.args, node.kwargs, node.target = (source, list(meta(node).shape)), {}, aten.expand.default
-    elif target in (aten.pixel_shuffle.default, aten.pixel_unshuffle.default):
-        _shuffle(graph, node)
-    elif target is aten.stack.default:
-        _stacked(graph, node)
-    elif target is aten.slice.Tensor and meta(source).shape == meta(node).shape and arguments(node)["step"] == 1:  # type: ignore[arg-type]
-        node.target, node.args, node.kwargs = aten.alias.default, (source,), {}  # the first of y[:, :3]: all samples
-    elif target in (aten.addmm.default, aten.baddbmm.default):
-        _added_product(graph, node)
-    elif target in (aten.cat.default, aten.concat.default) and len(source) == 1:  # type: ignore[arg-type]
-        node.target, node.args, node.kwargs = aten.alias.default, (source[0],), {}  # type: ignore[index]
-    elif target in _OPERANDS_APART or target is aten.concat.default:
-        node.target = aten.cat.default if target is aten.concat.default else target
-        _apart(graph, node)
-    elif target is aten.rrelu.default and not arguments(node)["training"]:
-        a = arguments(node)
-        node.target, node.args, node.kwargs = aten.leaky_relu.default, (source, (a["lower"] + a["upper"]) / 2), {}
-    elif target in _REWRITES:
-        _REWRITES[target](graph, node)
-    elif target in _NORMS:
-        _norm(graph, node)
-    elif target is aten.count_nonzero.default or target is aten.count_nonzero.dim_IntList:
-        true = _call(graph, node, aten.ne.Scalar, (source, 0), meta(source).shape)  # type: ignore[arg-type]
-        meta(true).dtype = torch.bool
-        node.target, node.args = aten.sum.dim_IntList, (true, arguments(node).get("dim"))
-    elif target is aten.type_as.default:
-        node.args, node.target = (source, meta(node).dtype), aten.to.dtype
-    elif target in _CONVOLUTIONS or target in _TRANSPOSED:
-        _canonical_convolution(graph, node)
-    elif target in _RESHAPES:
-        node.args, node.kwargs, node.target = (node.args[0], list(meta(node).shape)), {}, aten.reshape.default
-    elif target in _DROPOUTS and (not node.args[2] or node.args[1] == 0):
-        node.target, node.args = aten.alias.default, (node.args[0],)
-
-
-def _canonical_convolution(graph: Graph, node: Node) -> None:
-    a = arguments(node)
-    rank = (_CONVOLUTIONS | _TRANSPOSED)[node.target]  # type: ignore[index]
-    stride, dilation = _tuple(a["stride"], rank), _tuple(a["dilation"], rank)
-    transposed = node.target in _TRANSPOSED
-    output_padding = _tuple(a.get("output_padding", 0), rank) if transposed else [0] * rank
-    x, weight = a["input"], a["weight"]
-    if a["padding"] == "valid":
-        a["padding"] = 0
-    if a["padding"] == "same":
-        taps = meta(weight).shape[2:]
-        total = [d * (k - 1) for d, k in zip(dilation, taps, strict=True)]
-        padding = [t // 2 for t in total]
-        if any(t % 2 for t in total):  # an even kernel has one more tap on the right
-            x = _padded(graph, node, x, [width for t in reversed(total) for width in (0, t % 2)])
-    else:
-        padding = _tuple(a["padding"], rank)
-    node.args = (x, weight, a["bias"], stride, padding, dilation, transposed, output_padding, a["groups"])
-    node.kwargs, node.target = {}, aten.convolution.default
-    _apart(graph, node)
-
-
-def _padded(graph: Graph, node: Node, x: Node, widths: list[int]) -> Node:
-    shape = list(meta(x).shape)
-    for i, width in enumerate(widths):
-        shape[-1 - i // 2] = shape[-1 - i // 2] + width
-    return _call(graph, node, aten.pad.default, (x, widths, "constant", 0.0), shape)
+REWRITES: Mapping[Any, Rewrite] = {
+    operator.getitem: _rewrite_output,
+    # views and shapes
+    aten.view.default: _reshape,
+    aten.reshape.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.flatten.using_ints: _reshape,
+    aten.unflatten.int: _reshape,
+    aten.view_as.default: _reshape,
+    aten.reshape_as.default: _reshape,
+    aten.squeeze.default: _reshape,
+    aten.squeeze.dim: _reshape,
+    aten.squeeze.dims: _reshape,
+    aten.unsqueeze.default: _reshape,
+    aten.ravel.default: _reshape,
+    aten.expand.default: _expand,
+    aten.expand_as.default: _expand,
+    aten.transpose.int: _permute,
+    aten.swapaxes.default: _permute,
+    aten.swapdims.default: _permute,
+    aten.t.default: _permute,
+    aten.numpy_T.default: _permute,
+    aten.mT.default: _permute,
+    aten.matrix_H.default: _permute,
+    aten.movedim.int: _permute,
+    aten.movedim.intlist: _permute,
+    aten.slice.Tensor: _slice,
+    aten.narrow.default: _narrow,
+    aten.stack.default: _stack,
+    aten.cat.default: _concatenate,
+    aten.concat.default: _concatenate,
+    aten.hstack.default: _hstack,
+    aten.pixel_shuffle.default: _pixel_shuffle,
+    aten.pixel_unshuffle.default: _pixel_shuffle,
+    aten.channel_shuffle.default: _channel_shuffle,
+    aten.rot90.default: _rotate,
+    # padding
+    aten.pad.default: _crop_before_circular_pad,
+    **dict.fromkeys(_PADDING_MODES, _pad),
+    # convolutions and products
+    **dict.fromkeys((*_CONVOLUTIONS, *_TRANSPOSED_CONVOLUTIONS), _convolution),
+    aten.addmm.default: _add_product,
+    aten.baddbmm.default: _add_product,
+    aten.linear.default: _duplicate_operands,
+    aten.dot.default: _duplicate_operands,
+    aten.vdot.default: _duplicate_operands,
+    aten.outer.default: _duplicate_operands,
+    aten.inner.default: _duplicate_operands,
+    aten.matmul.default: _duplicate_operands,
+    aten.bmm.default: _duplicate_operands,
+    aten.mm.default: _duplicate_operands,
+    aten.einsum.default: _duplicate_operands,
+    aten.scaled_dot_product_attention.default: _duplicate_operands,
+    # element-wise operators and reductions
+    aten.glu.default: _glu,
+    aten.rrelu.default: _rrelu,
+    aten.dropout.default: _dropout,
+    aten.feature_dropout.default: _dropout,
+    aten.alpha_dropout.default: _dropout,
+    aten.feature_alpha_dropout.default: _dropout,
+    aten.type_as.default: _type_as,
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten.norm.ScalarOpt_dtype: _norm,
+    aten.norm.ScalarOpt_dim_dtype: _norm,
+    aten.count_nonzero.default: _count_nonzero,
+    aten.count_nonzero.dim_IntList: _count_nonzero,
+    aten.diff.default: _difference,
+    # losses
+    **LOSSES,
+}
+"""For each operator that has a canonical form the function that rewrites its calls."""

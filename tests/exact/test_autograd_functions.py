@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import distfx
-from distfx.errors import FallbackWarning
+from distfx.errors import CaptureError, FallbackWarning
+from distfx.passes.capture import capture
 
 
 class Reversal(Function):
@@ -135,8 +136,60 @@ class Listed(Function):
         return grad
 
 
+class Scaled(Reversal):
+    """Inherits ``forward``."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.factor * grad, None
+
+
+class Recomputed(Function):
+    """The derivative of its own operators, from a graph made in ``forward``, where autograd is off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.inner = x.detach().requires_grad_()
+            ctx.outer = ctx.inner.tanh() * 2
+        return ctx.outer.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.autograd.grad(ctx.outer, ctx.inner, grad)[0]
+
+
+def defined_in_forward(x: Tensor) -> Tensor:
+    class Local(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 5
+
+    class Derived(Local):
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 7
+
+    result: Tensor = Local.apply(x) + Derived.apply(x)
+    return result
+
+
+def without_gradient(x: Tensor) -> Tensor:
+    """Under ``no_grad`` no derivative matters: ``forward`` is traced."""
+    with torch.no_grad():
+        mean = Centre.apply(x)
+    result: Tensor = x * mean
+    return result
+
+
 bound_before = Reversal.apply
 """As in much code, a name for the function's ``apply``, taken before any model is traced."""
+
+inherited_before = Scaled.apply
 
 FUNCTIONS = {
     "reversal": lambda x: bound_before(x, 0.5),
@@ -146,6 +199,10 @@ FUNCTIONS = {
     "gate": lambda x: Gate.apply(x, x.flip(1)),
     "centre": Centre.apply,
     "both": lambda x: torch.cat(Both.apply(x), 1),
+    "inherited": lambda x: inherited_before(x, 0.5),
+    "recomputed": Recomputed.apply,
+    "local": defined_in_forward,
+    "without gradient": without_gradient,
     "in place": lambda x: InPlace.apply(x * 1),
     "listed": lambda x: Listed.apply(x)[0],
     "drawn": Drawn.apply,
@@ -167,7 +224,7 @@ class Around(nn.Module):
 
 
 def followed(name: str, grid: str, train: bool) -> tuple[dict[str, float], list[str]]:
-    """The errors, and what ran whole."""
+    """The errors, and the operators that fell back to replicated execution."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         shapes = [(2, 3, 8, 9), (4, 3, 11, 8)]
@@ -176,11 +233,28 @@ def followed(name: str, grid: str, train: bool) -> tuple[dict[str, float], list[
 
 
 @pytest.mark.parametrize("grid", ["c2", "h2", "n2w2"])
-@pytest.mark.parametrize("name", ["reversal", "twice", "sign", "swish", "gate", "centre", "both"])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("in place", "listed", "drawn", "local")])
 def test_own_functions_keep_their_derivative(name: str, grid: str) -> None:
-    for errors, whole in run(ranks_of(grid), followed, name, grid, name != "twice"):
+    for errors, fallbacks in run(ranks_of(grid), followed, name, grid, name != "twice"):
         assert max(errors.values()) < 1e-10, errors
-        assert bool(whole) == (name in ("centre", "both")), whole
+        assert bool(fallbacks) == (name in ("centre", "both")), fallbacks
+
+
+def test_functions_that_are_defined_in_forward() -> None:
+    """On one rank: each trace defines another operator, whose number depends on what the process has traced before."""
+    ((errors, fallbacks),) = run(1, followed, "local", "h1", True)
+    assert max(errors.values()) < 1e-10 and not fallbacks
+
+
+def test_functions_are_left_as_they_were() -> None:
+    before = [vars(cls).get("forward") for cls in (Reversal, Scaled, Function)]
+    model = Around("reversal").double()
+    capture(model, (torch.randn(2, 3, 8, 8, dtype=torch.float64),), training=True)
+    assert [vars(cls).get("forward") for cls in (Reversal, Scaled, Function)] == before
+    assert "__init_subclass__" not in vars(Function)
+    x = torch.randn(2, requires_grad=True)
+    bound_before(x, 0.5).sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), -0.5))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +334,7 @@ def refused(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("tensor", ["register_hook", "test_custom.py"]),
+        ("tensor", ["register_hook", "test_autograd_functions.py"]),
         ("module", ["a (Conv2d)", "backward hook"]),
         ("before", ["b (Conv2d)"]),
     ],
@@ -333,7 +407,7 @@ def tempered(counts: bool) -> tuple[list[float], list[str], int]:
             errors += [relative(y, want), relative(net.full_state_dict()["mean"], plain.mean)]
             pairs = zip(net.parameters(), plain.parameters(), strict=True)
             errors += [relative(p.grad.full_tensor(), q.grad) for p, q in pairs]  # type: ignore[union-attr]
-    return errors, [str(each.message) for each in caught if "forward changes" in str(each.message)], model.calls
+    return errors, [str(each.message) for each in caught if "forward modifies" in str(each.message)], model.calls
 
 
 @pytest.mark.parametrize("counts", [False, True])
@@ -385,6 +459,18 @@ class Branches(Selects):
         return y
 
 
+class Assigns(Selects):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x)
+        y.data = y.data.clamp(min=0)
+        return y
+
+
+def test_assignments_to_data() -> None:
+    with pytest.raises(CaptureError, match=r"assignment to \.data .*test_autograd_functions\.py.*copy_"):
+        capture(Assigns(), (torch.randn(2, 3, 8, 8),), training=True)
+
+
 class Clips(Selects):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -399,7 +485,7 @@ def clips() -> None:
 
 def test_writes_into_what_is_trained() -> None:
     for error in run_raises(2, clips):
-        assert "conv.weight" in str(error) and "is trained" in str(error) and "test_custom.py" in str(error)
+        assert "conv.weight" in str(error) and "is trained" in str(error) and "test_autograd_functions.py" in str(error)
 
 
 def selects() -> None:
@@ -410,14 +496,31 @@ def branches() -> None:
     distfx.parallelize(Branches(), distfx.Grid.parse("h2"), example_inputs=(torch.randn(2, 3, 8, 8),))
 
 
+def scripted(part: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    if part:
+        model[0] = torch.jit.script(model[0])
+    distfx.parallelize(model if part else torch.jit.script(model), distfx.Grid.parse("h2"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("part", [False, True])
+def test_scripted_modules(part: bool) -> None:
+    failures = run_raises(2, scripted, part)
+    assert len(set(failures)) == 1
+    assert ("0 (" if part else "the model (") in str(failures[0]) and "give the original module" in str(failures[0])
+
+
 def test_branches_on_values() -> None:
     for error in run_raises(2, branches):
-        assert "test_custom.py" in str(error) and "if y.mean() > 0" in str(error)
+        assert "test_autograd_functions.py" in str(error) and "if y.mean() > 0" in str(error)
 
 
 def test_sizes_that_depend_on_values() -> None:
     for error in run_raises(2, selects):
-        assert "masked_select" in str(error) and "test_custom.py" in str(error) and "torch.where" in str(error)
+        assert (
+            "masked_select" in str(error) and "test_autograd_functions.py" in str(error) and "torch.where" in str(error)
+        )
 
 
 # -- codebooks and moving averages, written by hand

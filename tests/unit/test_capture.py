@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import io
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from distfx.engine import engine
 from distfx.errors import CaptureError, DistfxError
 from distfx.ir import ops
 from distfx.ir.nodes import describe
-from distfx.passes.capture.export import Capture, capture, infer_inputs
+from distfx.passes.capture import Capture, capture, check_model, infer_inputs
 from distfx.runtime.kernels.local import straight
 
 aten = torch.ops.aten
@@ -655,9 +657,91 @@ def test_what_cannot_be_captured_is_explained(debug: bool, monkeypatch: pytest.M
         capture(Branches(), (torch.randn(2, 3, 8, 8),), training=False)
     text = str(error.value)
     assert "Branches could not be captured with inputs (2, 3, 8, 8)" in text
-    assert "branches on the values of tensors" in text and "DISTFX_DEBUG=1 shows torch's own account" in text
+    assert "branches on the values of tensors" in text and "DISTFX_DEBUG=1 shows torch's full error" in text
     assert (error.value.__cause__ is not None) == debug  # hundreds of lines
     assert isinstance(error.value, DistfxError) and isinstance(error.value, ValueError)
+
+
+def sharded() -> nn.Module:
+    model = small()
+    model[0].weight.full_tensor = None  # type: ignore[attr-defined]  # as a DTensor has
+    return model
+
+
+def quantized() -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 4)), {nn.Linear})
+
+
+def compiled_part() -> nn.Module:
+    return nn.Sequential(torch.compile(nn.Conv2d(3, 4, 3)), nn.ReLU())  # type: ignore[arg-type]
+
+
+def on_two_devices() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, device="meta"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.jit.script(small()), "the model (RecursiveScriptModule) is a TorchScript module"),
+        (lambda: torch.jit.trace(small(), torch.randn(2, 3, 8, 8), check_trace=False), "is a TorchScript module"),
+        (lambda: nn.Sequential(nn.DataParallel(small())), "0 (DataParallel) distributes the model already"),
+        (sharded, "0 (Conv2d) has DTensor parameters"),
+        (quantized, "0 (Linear) is quantized"),
+        (compiled_part, "0 (OptimizedModule) is compiled by torch.compile"),
+        (on_two_devices, "has parameters on several devices (cpu, meta)"),
+        (lambda: functools.partial(small()), "the model is a partial: give a torch.nn.Module"),
+    ],
+    ids=["scripted", "traced", "data parallel", "sharded", "quantized", "compiled part", "two devices", "partial"],
+)
+def test_models_that_are_not_plain_modules(make: Any, words: str) -> None:
+    with pytest.raises(CaptureError, match=re.escape(words)):
+        check_model(make())
+
+
+def test_models_without_values() -> None:
+    model = nn.Conv2d(3, 4, 3, device="meta")
+    check_model(model)
+    with pytest.raises(CaptureError, match=r"Conv2d is on the meta device.*to_empty"):
+        check_model(model, needs_values=True)
+
+
+def test_a_compiled_model_is_captured() -> None:
+    same(torch.compile(small()), (4, 3, 8, 8))  # type: ignore[arg-type]
+
+
+def lists_a_range(self: Any, x: Tensor) -> Tensor:
+    y = self.l0(x)
+    return y.sum(dim=torch.arange(2, y.dim()).tolist(), keepdim=True) * len(torch.arange(3).tolist())
+
+
+def test_lists_of_constant_ranges() -> None:
+    captured = same(of(lists_a_range, nn.Conv2d(3, 4, 3)), (4, 3, 8, 8), (2, 3, 9, 11))
+    assert aten.arange.start not in targets(captured)
+
+
+def lists_a_modified_range(self: Any, x: Tensor) -> Tensor:
+    dims = torch.arange(1, 3)
+    dims += 1
+    result: Tensor = self.l0(x).sum(dim=dims.tolist())
+    return result
+
+
+def test_a_modified_range_is_not_taken_for_the_original() -> None:
+    with pytest.raises(CaptureError):
+        capture(of(lists_a_modified_range, nn.Conv2d(3, 4, 3)), (torch.randn(2, 3, 8, 8),), training=False)
+
+
+def iterates_over_a_range(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.l0(x)
+    for i in torch.arange(3):
+        y = y + i * x.mean()
+    return y
+
+
+def test_iteration_over_a_constant_range() -> None:
+    same(of(iterates_over_a_range, nn.Conv2d(3, 4, 3)), (4, 3, 8, 8))
 
 
 def test_a_wrong_example_is_explained() -> None:
