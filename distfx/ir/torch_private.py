@@ -1,8 +1,9 @@
 """The private parts of torch that the capture relies on, each behind one name.
 
-Code outside this module uses public API only. Each name says what it assumes of torch, and
-``tests/unit/test_adapter.py`` checks every assumption, so that a torch release that breaks one fails there by name.
-Tried with torch 2.13.
+``tests/unit/test_adapter.py`` checks every assumption below, so that a torch release that breaks one fails there by
+name. It also checks that the capture uses no other private part of torch.
+
+Tried with torch 2.13 (all tests) and with torch 2.15 (``test_adapter.py`` and ``test_capture.py``).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ __all__ = [
 
 
 def schema_of(op: Any) -> torch.FunctionSchema:
-    """The schema of an operator: its name, arguments, results and what they alias."""
+    """The schema of an operator: its name, its arguments, its results and their aliases."""
     return op._schema
 
 
@@ -67,7 +68,7 @@ def is_mutable(target: Any) -> bool:
 
 
 def shares_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors, also fake ones, share memory."""
+    """Whether two tensors share memory. They may be fake tensors."""
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
@@ -108,7 +109,8 @@ def rename(node: Node, name: str) -> None:
 def region_kind(node: Node) -> Literal["grad", "autocast"] | None:
     """The kind of ``with`` region that a node of an exported graph stands for: grad mode, autocast, or none.
 
-    The node calls the submodule that its first ``get_attr`` argument names; the arguments of the region come first.
+    The arguments of such a node are those of the context manager, the ``get_attr`` node of a submodule, and the
+    operands of this submodule.
     """
     name = str(node.target)
     if "wrap_with_set_grad_enabled" in name:

@@ -1,7 +1,7 @@
 """canonicalize: one operator for each concept. All convolutions are ``convolution``, all views ``reshape``, and so on.
 
 :data:`REWRITES` maps each operator that has a canonical form to a function that rewrites its call in place. A function
-leaves calls alone that it cannot rewrite.
+does nothing if a call has no canonical form.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _replace_call(node: Node, target: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _duplicate_operands(graph: Graph, node: Node) -> None:
-    """Give a tensor that is an operand more than once an alias for each, because each may need its own layout."""
+    """Insert an alias for each repeated operand, because each use may need another layout."""
     seen: set[Node] = set()
 
     def distinct(value: Any) -> Any:
@@ -79,7 +79,7 @@ def _duplicate_operands(graph: Graph, node: Node) -> None:
 
 
 def _rewrite_output(graph: Graph, node: Node) -> None:
-    """One output of a call that returns several is a call of its own."""
+    """Make one output of a call that returns several tensors a separate call."""
     source: Any = node.args[0]
     if not isinstance(source, Node):
         return

@@ -115,7 +115,7 @@ def _probability_loss(call: _Builder, logs: Node, a: Mapping[str, Any]) -> None:
 
 
 def _index_loss(call: _Builder, logs: Node, a: Mapping[str, Any]) -> None:
-    """The loss with class indices as target: minus the target's log-probability, weighted, without ignored ones."""
+    """The loss with class indices as target: the weighted negative log-probability of each target not ignored."""
     target, weight, ignored, smoothing = a["target"], a["weight"], a["ignore_index"], a["smoothing"]
     shape, positions = meta(logs).shape, meta(target).shape
     dim = _class_dim(shape)

@@ -1,4 +1,4 @@
-"""Derivatives that a model brings along: its own autograd functions, and hooks on gradients."""
+"""Derivatives that a model defines: its own autograd functions, and hooks on gradients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sign(Function):
 
 
 class Swish(Function):
-    """As autograd would have it, but saving its input alone."""
+    """The derivative of autograd, but saves only its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Swish(Function):
 
 
 class Gate(Function):
-    """Two tensors, in the form with ``setup_context``; the second has half of its gradient."""
+    """Two tensors, with ``setup_context``; the second has half of its gradient."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Gate(Function):
 
 
 class Centre(Function):
-    """Not element-wise: the mean of each image is taken off, and ignored by the gradient."""
+    """Not element-wise: subtracts the mean of each image, which the gradient ignores."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Scaled(Reversal):
 
 
 class Recomputed(Function):
-    """The derivative of its own operators, from a graph made in ``forward``, where autograd is off."""
+    """The derivative of its own operators, by a graph that ``forward`` records under ``enable_grad``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def without_gradient(x: Tensor) -> Tensor:
 
 
 bound_before = Reversal.apply
-"""As in much code, a name for the function's ``apply``, taken before any model is traced."""
+"""A reference to ``apply`` that is bound before any model is traced, as is common."""
 
 inherited_before = Scaled.apply
 
@@ -241,7 +241,7 @@ def test_own_functions_keep_their_derivative(name: str, grid: str) -> None:
 
 
 def test_functions_that_are_defined_in_forward() -> None:
-    """On one rank: each trace defines another operator, whose number depends on what the process has traced before."""
+    """On one rank, because each trace defines another operator, numbered by the earlier traces of the process."""
     ((errors, fallbacks),) = run(1, followed, "local", "h1", True)
     assert max(errors.values()) < 1e-10 and not fallbacks
 
@@ -298,7 +298,7 @@ class Registers(Hooked):
 
 
 def hooked_parameters(grid: str) -> tuple[list[float], list[str]]:
-    """The errors of gradients that hooks of the model's parameters change, and the calls of another kind of hook."""
+    """The errors of gradients that parameter hooks change, and the calls of post-accumulate hooks."""
     torch.manual_seed(0)
     model = Hooked().double()
     plain = copy.deepcopy(model)
@@ -324,9 +324,9 @@ def test_hooks_of_parameters_are_kept(grid: str) -> None:
 def refused(kind: str) -> None:
     model = Registers() if kind == "tensor" else Hooked()
     if kind == "module":
-        model.a.register_full_backward_hook(lambda module, given, got: None)
+        model.a.register_full_backward_hook(lambda module, grad_input, grad_output: None)
     if kind == "before":
-        model.b.register_full_backward_pre_hook(lambda module, got: None)
+        model.b.register_full_backward_pre_hook(lambda module, grad_output: None)
     net = distfx.parallelize(model, distfx.Grid.parse("h2"))
     net(torch.randn(2, 3, 8, 8))
 
@@ -344,7 +344,7 @@ def test_hooks_that_would_never_run_are_refused(kind: str, words: list[str]) -> 
         assert all(word in str(error) for word in words), error
 
 
-# -- numbers of the model itself
+# -- plain attributes of the model
 
 
 class Tempered(nn.Module):
@@ -385,7 +385,7 @@ def changed_attribute(which: str) -> None:
 @pytest.mark.parametrize(
     ("which", "word"), [("net", "temperature"), ("part", "norm.momentum"), ("model", "temperature = 2.0, now 0.5")]
 )
-def test_attributes_that_a_graph_has_fixed(which: str, word: str) -> None:
+def test_changed_attributes_are_an_error(which: str, word: str) -> None:
     for error in run_raises(2, changed_attribute, which):
         assert word in str(error) and "buffer" in str(error)
 
@@ -412,13 +412,13 @@ def tempered(counts: bool) -> tuple[list[float], list[str], int]:
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_models_that_change_themselves(counts: bool) -> None:
-    for rank, (errors, said, calls) in enumerate(run(2, tempered, counts)):
+    for rank, (errors, messages, calls) in enumerate(run(2, tempered, counts)):
         assert max(errors) < 1e-10 and calls == 0
-        assert len(said) == (1 if counts and rank == 0 else 0) and all("calls" in text for text in said)
+        assert len(messages) == (1 if counts and rank == 0 else 0) and all("calls" in text for text in messages)
 
 
 def copies_in_training() -> list[float]:
-    """The errors of a copy that is made between backward and the step: gradients stay, and are not copied."""
+    """The errors of a copy taken between backward and the step: gradients stay, and are not copied."""
     model = Hooked().double()
     net = distfx.parallelize(model, distfx.Grid.parse("h2"))
     net(torch.randn(2, 3, 8, 8, dtype=torch.float64)).square().sum().backward()
@@ -438,7 +438,7 @@ def test_copies_are_as_torch_makes_them() -> None:
         assert max(errors) == 0
 
 
-# -- what is refused, in words
+# -- models that are rejected
 
 
 class Selects(nn.Module):
@@ -527,7 +527,7 @@ def test_sizes_that_depend_on_values() -> None:
 
 
 class Codebook(nn.Module):
-    """Moving averages of a codebook through ``.data``, as in much code of vector quantisation."""
+    """Moving averages of a codebook through ``.data``, as is common in vector quantisation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -289,7 +289,7 @@ def test_dispatch_modes_see_operators() -> None:
     assert any(torch.Tag.nondeterministic_seeded in func.tags for func in seen)
 
 
-# -- nobody else uses them
+# -- no other module of the capture uses private parts
 
 PACKAGE = Path(torch_private.__file__).parents[1]
 FILES = [

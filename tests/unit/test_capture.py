@@ -90,7 +90,7 @@ def same(model: nn.Module, *shapes: tuple[int, ...], training: bool = False, exa
 
 
 def of(forward: Any, *modules: nn.Module) -> nn.Module:
-    """A model with the given forward and layers ``l0``, ``l1``, ..."""
+    """A model with this forward and layers ``l0``, ``l1``, ..."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -111,7 +111,7 @@ def small() -> nn.Module:
 # -- symbols
 
 
-def test_symbols_have_the_names_a_reader_expects() -> None:
+def test_symbols_are_named_after_their_dims() -> None:
     captured = capture(small(), (torch.randn(4, 3, 16, 12),), training=False)
     (spec,) = captured.inputs
     assert [str(size) for size in spec.shape] == ["N", "3", "H", "W"]
@@ -158,11 +158,11 @@ def sizes(captured: Capture, **values: int) -> dict[sympy.Symbol, int]:
 def slow_capture() -> str:
     before, engine.SLOW = engine.SLOW, 0.0
     try:
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
             distfx.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3)), distfx.Grid(h=-1))
     finally:
         engine.SLOW = before
-    return said.getvalue()
+    return stderr.getvalue()
 
 
 def test_a_slow_capture_says_so_on_rank_0() -> None:
@@ -171,11 +171,11 @@ def test_a_slow_capture_says_so_on_rank_0() -> None:
 
 
 def test_sizes_that_cannot_be_symbols_are_fixed() -> None:
-    """torch's solver fails on the sizes of an AlexNet at 64 x 64: its batch stays a symbol all the same."""
+    """torch's solver fails on the sizes of an AlexNet at 64 x 64, but its batch stays symbolic."""
     pools = [nn.MaxPool2d(3, 2), nn.Conv2d(4, 4, 5, padding=2), nn.MaxPool2d(3, 2), nn.MaxPool2d(3, 2)]
     model = nn.Sequential(nn.Conv2d(3, 4, 11, 4, 2), *pools, nn.AdaptiveAvgPool2d((6, 6)))
-    made = capture(model, (torch.randn(4, 3, 64, 64),), training=True)
-    assert [str(size) for size in made.inputs[0].shape] == ["N", "3", "64", "64"]
+    captured = capture(model, (torch.randn(4, 3, 64, 64),), training=True)
+    assert [str(size) for size in captured.inputs[0].shape] == ["N", "3", "64", "64"]
 
 
 def test_a_branch_on_a_size_is_remembered() -> None:
@@ -199,7 +199,7 @@ def test_no_sizes_are_computed_in_the_graph() -> None:
 
 
 class TreatsOneDifferently(nn.Module):
-    """What is different for a size of one, which torch.export takes for impossible in a dim that may vary."""
+    """Behaves differently for a size of one, which torch.export rules out for symbolic dims."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -233,9 +233,9 @@ def call_both_ways(how: str, shapes: list[tuple[int, ...]]) -> tuple[list[bool],
 )
 def test_sizes_of_one(how: str, graphs: int) -> None:
     shapes = [(1, 3, 4, 8), (4, 3, 8, 8), (1, 3, 8, 8), (2, 3, 1, 8), (3, 3, 8, 9)]
-    ((outcomes, made),) = run(1, call_both_ways, how, shapes)
+    ((outcomes, count),) = run(1, call_both_ways, how, shapes)
     assert outcomes == [True] * len(shapes), dict(zip(shapes, outcomes, strict=True))
-    assert made == graphs
+    assert count == graphs
 
 
 # -- in place
@@ -267,7 +267,7 @@ class Inplace(nn.Module):
     ],
     ids=["all", "module", "function", "chain", "activations"],
 )
-def test_inplace_is_made_functional(model: nn.Module) -> None:
+def test_in_place_operators_become_functional(model: nn.Module) -> None:
     captured = same(model, (4, 3, 8, 8), (2, 3, 9, 11))
     for target in targets(captured):
         assert not target._schema.is_mutable or target is aten.batch_norm.default, target
@@ -402,7 +402,7 @@ def write_through_a_cast_that_is_none(self: Any, x: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 def test_a_write_that_is_seen_elsewhere_is_an_error_or_right(forward: Any, trained: bool) -> None:
-    """Never a wrong number: either the graph computes the same, or it says what it cannot follow, and where."""
+    """The graph either computes the same, or the error names the write that distfx cannot follow."""
     model = of(forward, nn.Conv2d(3, 4, 3)).requires_grad_(trained)
     try:
         same(model, (4, 3, 8, 8))
@@ -429,7 +429,7 @@ def test_a_write_that_cannot_be_followed_is_an_error(forward: Any) -> None:
         capture(of(forward, nn.Conv2d(3, 4, 3)), (torch.randn(2, 3, 8, 8),), training=False)
 
 
-def test_a_write_through_a_view_that_nobody_else_reads_is_fine() -> None:
+def test_a_write_through_a_view_without_other_readers() -> None:
     same(of(lambda self, x: self.l0(x).flatten(1).relu_() + 1, nn.Conv2d(3, 4, 3)), (4, 3, 8, 8), (2, 3, 5, 6))
 
 
@@ -494,7 +494,7 @@ def test_padding_modes_are_a_pad_in_front(mode: str) -> None:
     assert targets(captured) == [aten.pad.default, aten.convolution.default]
 
 
-def test_dropout_is_nothing_in_eval() -> None:
+def test_dropout_is_removed_in_eval() -> None:
     captured = same(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)), (4, 3), (7, 3))
     assert aten.dropout.default not in targets(captured)
     train = capture(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)), (torch.randn(4, 3),), training=True)
@@ -651,7 +651,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_what_cannot_be_captured_is_explained(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_is_explained(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTFX_DEBUG", str(int(debug)))
     with pytest.raises(CaptureError) as error:
         capture(Branches(), (torch.randn(2, 3, 8, 8),), training=False)

@@ -68,26 +68,26 @@ def intercept_functions(mode: TraceMode) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(replace_attribute(Function, "__init_subclass__", classmethod(init_subclass)))
-        # Base classes last: until then, a class without a forward inherits the original one.
+        # Derived classes first: a class without its own forward must still inherit the original one.
         for cls in reversed(list(_subclasses(Function))):
             intercept(cls)
         yield
 
 
 def _subclasses(cls: Any) -> Iterator[Any]:
-    """All subclasses, base classes before derived ones, each once."""
-    found: dict[Any, None] = {}
+    """All subclasses, base classes before derived classes, each once."""
+    subclasses: dict[Any, None] = {}
     pending = [cls]
     while pending:
         for subclass in pending.pop(0).__subclasses__():
-            found.pop(subclass, None)
-            found[subclass] = None
+            subclasses.pop(subclass, None)
+            subclasses[subclass] = None
             pending.append(subclass)
-    yield from found
+    yield from subclasses
 
 
 def _takes_context(cls: type[Function]) -> bool:
-    """Whether ``forward`` has a context as its first argument, which it has not if there is a ``setup_context``."""
+    """Whether the first argument of ``forward`` is a context: not if the class defines ``setup_context``."""
     return cls.setup_context is Function.setup_context
 
 
@@ -197,7 +197,7 @@ class _Call:
         return self._define_operator(elementwise=is_elementwise(self, sample, derivative))
 
     def _sample(self) -> list[Any]:
-        """Small random operands of the same ranks; floating-point ones in float64."""
+        """Small random operands of the same ranks; floating-point tensors are float64."""
         generator = torch.Generator().manual_seed(0)
 
         def draw(leaf: Any) -> Any:

@@ -82,7 +82,7 @@ def try_differentiate(*args: Any, **kwargs: Any) -> Derivative | None:
 
 
 def is_elementwise(function: Callable[..., Any], operands: Sequence[Any], derivative: Derivative) -> bool:
-    """Whether each half of the operands gives that half of the results and gradients, along every dim."""
+    """Whether, along every dim, each half of the operands yields that half of the results and gradients."""
     results, gradients = derivative
     shapes = {tuple(value.shape) if isinstance(value, Tensor) else None for value in (*operands, *results)}
     if len(shapes) != 1 or None in shapes or len(results) != 1:

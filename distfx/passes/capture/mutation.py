@@ -1,4 +1,4 @@
-"""Writes in place: made functional if no other node reads the memory, rejected otherwise.
+"""In-place operators become functional ones if no other node reads the memory; otherwise they are rejected.
 
 Writes into buffers of the model stay.
 """

@@ -52,7 +52,7 @@ _WRAPPERS: list[tuple[Callable[[nn.Module], bool], str]] = [
 
 
 def check_model(model: nn.Module, *, needs_values: bool = False) -> None:
-    """Raise for anything but a plain module: wrapped, scripted, distributed or quantized ones, or on several devices.
+    """Raise unless the model is a plain module: not wrapped, scripted, distributed or quantized, and on one device.
 
     ``needs_values``: the parameters must have values, so the model must not be on the ``meta`` device.
     """

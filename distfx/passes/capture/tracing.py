@@ -1,4 +1,4 @@
-"""Calls that ``torch.export`` would lose without a word, seen by a ``TorchFunctionMode`` while a model is traced."""
+"""A ``TorchFunctionMode`` for calls of a model that ``torch.export`` would silently lose or cannot follow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DATA: Any = Tensor.data  # the descriptor
 
 
 class TraceMode(TorchFunctionMode):
-    """Follows writes through ``.data`` and lists made of ``torch.arange``, and rejects hooks on gradients."""
+    """Follows writes through ``.data`` and ``torch.arange(...).tolist()``, and rejects hooks on gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class TraceMode(TorchFunctionMode):
     def restore_grad_mode(self) -> Iterator[None]:
         """Restore the grad mode of the model, also in the graph.
 
-        A block that changes it inside an autograd function would leave it off, as it is there.
+        Inside an autograd function grad mode is off, so a ``with torch.enable_grad()`` there would leave it off.
         """
         before = self.grad_enabled
         try:
