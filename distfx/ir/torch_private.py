@@ -3,7 +3,8 @@
 ``tests/unit/test_adapter.py`` checks every assumption below, so that a torch release that breaks one fails there by
 name. It also checks that the capture uses no other private part of torch.
 
-Tried with torch 2.13 (all tests) and with torch 2.15 (``test_adapter.py`` and ``test_capture.py``).
+Tried with torch 2.13 (all tests) and with torch 2.15 (``test_adapter.py``, ``test_capture.py``, and
+``test_autograd_functions.py`` on two ranks).
 """
 
 from __future__ import annotations
