@@ -3,8 +3,8 @@
 ``tests/unit/test_adapter.py`` checks every assumption below, so that a torch release that breaks one fails there by
 name. It also checks that the capture uses no other private part of torch.
 
-Tried with torch 2.13 (all tests) and with torch 2.15 (``test_adapter.py``, ``test_capture.py``, and
-``test_autograd_functions.py`` on two ranks).
+distfx is tested with torch 2.13. With torch 2.15, on CPU, ``test_adapter.py``, ``test_capture.py`` and the
+grid-h2 cases of ``test_autograd_functions.py`` have been tried.
 """
 
 from __future__ import annotations
