@@ -13,7 +13,7 @@ from distfx.engine.engine import Engine
 from distfx.errors import DistfxError
 from distfx.grid import Grid, GridLike
 from distfx.module import ParallelModule
-from distfx.passes.capture.export import capture
+from distfx.passes.capture.export import capture, check_model
 from distfx.passes.inputs import check_batch, match_inputs
 from distfx.passes.pipeline import Options, compile_graph, plan_at
 from distfx.planner.decisions import ALGORITHMS, Pins
@@ -66,6 +66,7 @@ def parallelize(
             raise DistfxError(f"parallelize takes a torch.nn.Module, not {type(model).__name__}")
         if isinstance(model, ParallelModule):
             raise DistfxError("the model is parallel already: give parallelize the original model")
+        check_model(model, needs_values=True)
         if outputs not in ("global", "local"):
             raise DistfxError(
                 f"outputs={outputs!r}: give 'global' (whole tensors on every rank) or 'local' (this rank's part)"
@@ -94,6 +95,7 @@ def plan(
     with several inputs, ``shape`` is a sequence: for each input its shape, or a tensor with its shape and dtype (class
     labels on ``meta``).
     """
+    check_model(model)
     pins = _pins(strategy)
     abstract_grid = _factor_channel_axis(Grid.of_abstract(grid), pins)
     if not 0 <= rank < abstract_grid.size:

@@ -14,7 +14,7 @@ from distfx.ir.layout import Layout
 from distfx.ir.meta import Meta, meta
 from distfx.ir.moves import Move
 from distfx.ir.nodes import aten
-from distfx.passes.capture.mutation import written_whole
+from distfx.passes.capture.mutation import written_buffer
 
 __all__ = ["CHECKS", "verify"]
 
@@ -30,7 +30,7 @@ def _is_functional(node: Node) -> str | None:
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or not schema.is_mutable or node.target is aten.batch_norm.default:
         return None
-    return None if written_whole(node.args[0]) is not None else "writes into a tensor that is not a buffer"
+    return None if written_buffer(node.args[0]) is not None else "writes into a tensor that is not a buffer"
 
 
 def _is_decided(node: Node) -> str | None:

@@ -1,4 +1,4 @@
-"""Losses: sums and counts are global, whatever is split; ``with_loss`` keeps the model's output where it is."""
+"""Losses: sums and counts are global for every sharding; ``with_loss`` keeps the model's output sharded."""
 
 from __future__ import annotations
 
@@ -29,11 +29,19 @@ class Segmenter(nn.Module):
 
 
 def dice(y: Tensor, target: Tensor) -> Tensor:
-    """As people write it: over the whole batch and volume, for each class."""
+    """The usual form: for each class over the whole batch and volume."""
     p = y.softmax(dim=1)
     t = F.one_hot(target.clamp(min=0), CLASSES).movedim(-1, 1).to(y.dtype)
     overlap, size = (p * t).sum(dim=(0, 2, 3)), (p + t).sum(dim=(0, 2, 3))
     return 1 - ((2 * overlap + 1e-5) / (size + 1e-5)).mean()
+
+
+def dice_of_monai(y: Tensor, target: Tensor) -> Tensor:
+    """Reduces over a list of dims that comes from ``torch.arange``."""
+    p = y.softmax(dim=1)
+    dims = torch.arange(2, y.dim()).tolist()
+    overlap, size = torch.sum(p * target, dim=dims), torch.sum(p + target, dim=dims)
+    return (1 - (2 * overlap + 1e-5) / (size + 1e-5)).mean()
 
 
 def focal(y: Tensor, target: Tensor) -> Tensor:
@@ -42,7 +50,7 @@ def focal(y: Tensor, target: Tensor) -> Tensor:
 
 
 def barred(y: Tensor, target: Tensor) -> Tensor:
-    """The first class is impossible in the first row, where all is ignored."""
+    """The first class has probability zero in the first row, where all targets are ignored."""
     first = (torch.arange(y.shape[1])[:, None, None] == 0) & (torch.arange(y.shape[2])[None, :, None] == 0)
     return F.cross_entropy(y.masked_fill(first, -torch.inf), target)
 
@@ -97,6 +105,7 @@ LOSSES: dict[str, tuple[Any, Any]] = {
     "kl mean": (lambda: lambda y, t: F.kl_div(y.log_softmax(1), t.log(), log_target=True), share),
     "impossible where ignored": (lambda: barred, below),
     "dice": (lambda: dice, classes),
+    "dice of MONAI": (lambda: dice_of_monai, share),
     "focal": (lambda: focal, classes),
     "mse to one": (lambda: lambda y, t: F.mse_loss(y, t.mean(dim=(2, 3), keepdim=True).expand_as(y)), real),
 }
@@ -127,22 +136,22 @@ def _compare(name: str, grid: str, shape: tuple[int, ...]) -> tuple[dict[str, fl
         for key, parameter in plain.named_parameters():
             errors[f"{step} {key}"] = relative(net.get_parameter(key).grad.full_tensor(), parameter.grad)
         assert net.plan.bytes() == ledger.bytes()
-    whole = [row.node for row in net.plan.rows if row.fallback]
-    return errors, ledger.bytes(), whole
+    fallbacks = [row.node for row in net.plan.rows if row.fallback]
+    return errors, ledger.bytes(), fallbacks
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @on("c2h2", "n2h2")
 def test_losses_are_global(world: int, grid: str, name: str) -> None:
-    for errors, _, whole in run(world, compare, name, grid, (4, 7, 6)):
+    for errors, _, fallbacks in run(world, compare, name, grid, (4, 7, 6)):
         assert max(errors.values()) < 1e-10, errors
-        assert not whole or name == "dice"  # one_hot
+        assert not fallbacks or name == "dice"  # one_hot
 
 
 def test_the_output_is_not_gathered() -> None:
     small = max(sent for _, sent, _ in run(2, compare, "cross entropy", "h2", (4, 8, 6)))
     large = max(sent for _, sent, _ in run(2, compare, "cross entropy", "h2", (4, 64, 6)))
-    assert large == small  # halos and sums: nothing of the height's size
+    assert large == small  # halos and sums do not depend on the height
 
 
 def names() -> tuple[list[str], list[str], int]:
@@ -156,12 +165,12 @@ def names() -> tuple[list[str], list[str], int]:
     return list(net.state_dict()), list(model.state_dict()), len(list(model.children()))
 
 
-def test_names_stay_and_outputs_come_too() -> None:
+def test_parameters_keep_their_names_and_outputs_are_returned() -> None:
     for have, want, children in run(2, names):
         assert have == [*want, "criterion.weight"] and children == 2
 
 
-def test_models_that_run_over_their_modules_and_copies() -> None:
+def test_models_that_iterate_over_their_modules_and_copies() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
     joint = distfx.with_loss(model, nn.MSELoss())
     x, target = torch.randn(2, 3, 4, 4), torch.randn(2, 4, 4, 4)
@@ -172,12 +181,12 @@ def test_models_that_run_over_their_modules_and_copies() -> None:
     assert not torch.equal(twin(x, target), joint(x, target))
 
 
-def test_with_loss_refuses_what_it_cannot_join() -> None:
+def test_with_loss_rejects_models_that_it_cannot_join() -> None:
     with pytest.raises(distfx.DistfxError, match="takes a torch"):
         distfx.with_loss(Segmenter(), "mse")  # type: ignore[arg-type]
     model = Segmenter()
     model.criterion = nn.MSELoss()
-    with pytest.raises(distfx.DistfxError, match="called 'criterion' already"):
+    with pytest.raises(distfx.DistfxError, match="already has a module called 'criterion'"):
         distfx.with_loss(model, nn.MSELoss())
     with pytest.raises(distfx.DistfxError, match="the last positional argument"):
         distfx.with_loss(Segmenter(), nn.MSELoss())()
@@ -199,7 +208,7 @@ def strictly(criterion: Any) -> str:
     return str(caught.value)
 
 
-def test_a_loss_without_a_rule_is_named_as_the_users() -> None:
+def test_a_loss_without_a_rule_is_named_after_the_users_code() -> None:
     of_function, of_module = (run(2, strictly, criterion)[0] for criterion in (median_loss, Median()))
     assert "quantile in the loss" in of_function and "loss.py:" not in of_function.replace("test_losses.py:", "")
     assert "quantile in criterion" in of_module and "test_losses.py:" in of_module
@@ -215,6 +224,6 @@ def labels(grid: str, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[
 
 
 @pytest.mark.parametrize(("grid", "shape"), [("h2w2", (8, 6)), ("d2h2", (6, 8, 5)), ("n2w2", (6, 8, 5))])
-def test_labels_are_split_as_the_image_is(grid: str, shape: tuple[int, ...]) -> None:
+def test_labels_are_sharded_like_the_image(grid: str, shape: tuple[int, ...]) -> None:
     for image, target in run(4, labels, grid, shape):
         assert target == (image[0], *image[2:])

@@ -70,7 +70,7 @@ def through_views(x: Tensor) -> Tensor:
 
 
 def copies(x: Tensor) -> Tensor:
-    """Copies of other shapes and dtypes; what was copied is not written afterwards."""
+    """Copies from other shapes and dtypes; later writes do not change the source."""
     y, z = x * 1, x * 2
     y.copy_(z[:, :1])
     y += 1
@@ -79,7 +79,7 @@ def copies(x: Tensor) -> Tensor:
 
 
 def dropped(x: Tensor) -> Tensor:
-    """Without training dropout gives its argument itself."""
+    """Without training, dropout returns its argument itself."""
     y = x * 1
     z = F.dropout(y, 0.5, training=False)
     z += 1
@@ -87,7 +87,7 @@ def dropped(x: Tensor) -> Tensor:
 
 
 def straight_through(x: Tensor) -> Tensor:
-    """The values change, the gradient does not know."""
+    """The values change, the gradient does not."""
     y = x * 2
     with torch.no_grad():
         y.clamp_(-0.2, 0.2)
@@ -139,7 +139,7 @@ def arithmetic(x: Tensor) -> Tensor:
 
 
 def through_copies_that_are_none(x: Tensor) -> Tensor:
-    """What may be a copy, and is a view here: of a tensor that was written already, too."""
+    """Operators that may copy, but return views here, also of a tensor that was written before."""
     y = x * 1
     same = y.to(x.dtype).contiguous()
     y[:, :1] += 1
@@ -151,7 +151,7 @@ def through_copies_that_are_none(x: Tensor) -> Tensor:
 
 
 def through_views_without_gradient(x: Tensor) -> Tensor:
-    """The values change without the gradient, then with it, through views made in between."""
+    """The values change without the gradient, then with it, through views taken in between."""
     y = x * 2
     first = y[:, :1]
     with torch.no_grad():
@@ -168,7 +168,7 @@ def through_views_without_gradient(x: Tensor) -> Tensor:
 
 
 def nothing(x: Tensor) -> Tensor:
-    """Parts that are empty."""
+    """Empty slices."""
     y = x * 1
     y[:, 1:1] += 1
     y[:, 0:0] *= 7
@@ -221,7 +221,7 @@ def test_writes(world: int, grid: str, name: str) -> None:
 
 
 class InFull(nn.Module):
-    """Guards its last layer from its caller's autocast, as people guard losses and norms."""
+    """Disables the caller's autocast for its last layer, as is common for losses and norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,13 +250,13 @@ def guarded(grid: str) -> tuple[torch.dtype, float]:
 
 @on("h2", "c2", "n2")
 def test_autocast_is_off_where_the_model_says_so(world: int, grid: str) -> None:
-    """Then only the first layer, in bfloat16, may differ: by the order of its sums."""
+    """Only the first layer, in bfloat16, may differ, by the order of its sums."""
     for dtype, error in run(world, guarded, grid):
         assert dtype == torch.float32 and error < 3e-3
 
 
 class Checkpointed(nn.Module):
-    """Computes its first layer again in backward: one kind of checkpoint runs it under ``no_grad``."""
+    """Recomputes its first layer in backward. The reentrant kind of checkpoint runs it under ``no_grad``."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -277,10 +277,10 @@ def test_checkpoints_have_their_gradients(world: int, grid: str, reentrant: bool
     assert not results[0]["idle"], "a gradient was lost"
 
 
-def what_is_said() -> list[str]:
+def warnings_of_unsupported_features() -> list[str]:
     net = distfx.parallelize(Checkpointed(False), "h1")
     x = torch.randn(2, 3, 8, 8)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         net.eval()
         net(x)
@@ -289,7 +289,7 @@ def what_is_said() -> list[str]:
             for number in range(4):
                 parallel(x, float(number))
         distfx.parallelize(Checkpointed(False), "h1")
-    return [str(each.message) for each in said]
+    return [str(each.message) for each in caught]
 
 
 class Scaled(nn.Module):
@@ -297,7 +297,7 @@ class Scaled(nn.Module):
         return F.avg_pool2d(x, 2) * factor
 
 
-def test_what_is_not_followed_is_said_once() -> None:
-    (said,) = run(1, what_is_said)
-    assert len([text for text in said if "checkpoint" in text]) == 1
-    assert len([text for text in said if "Give numbers that change as tensors" in text]) == 1
+def test_unsupported_features_are_warned_of_once() -> None:
+    (messages,) = run(1, warnings_of_unsupported_features)
+    assert len([text for text in messages if "checkpoint" in text]) == 1
+    assert len([text for text in messages if "Give numbers that change as tensors" in text]) == 1

@@ -1,8 +1,8 @@
-"""Captures that ranks share: most of a test's time is torch.export, which says the same on every rank.
+"""Captures that ranks share, because most of a test's time is torch.export, which does the same on every rank.
 
-Inside of ``with remembered(key):`` rank 0 captures a model and writes the result into a folder of the test run; the
-other ranks, other grids and other workers of pytest read it there. All of distfx but its first pass runs on every rank.
-Tests of that pass, of errors and of ranks that differ do without.
+Inside ``with remembered(key):`` rank 0 captures a model and writes the result into a folder of the test run. The other
+ranks, other grids and other workers of pytest read it there. Every rank runs all passes but the first. Tests of
+that pass, of errors and of ranks that differ do not use this module.
 """
 
 from __future__ import annotations
@@ -22,41 +22,40 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from distfx.engine import engine
 from distfx.errors import CaptureError
-from distfx.passes.capture.export import Capture, Mode
+from distfx.ir.torch_private import OpOverload, tree_leaves
+from distfx.passes.capture import Capture, Mode
 
 FOLDER = "DISTFX_TEST_CAPTURES"
-"""The variable that names the folder; without it every rank captures for itself."""
+"""The environment variable that names the folder. Without it every rank captures."""
 
-PATIENCE = 600.0  # seconds for rank 0 to capture the largest model; if it fails, the pool ends all
+PATIENCE = 600.0
+"""Seconds to wait for rank 0. The pool ends all ranks if it fails."""
 
 _GRAPH = b"graph:"
 
-_known: dict[str, Capture] = {}
+_captures: dict[str, Capture] = {}
 
 
 @contextmanager
 def remembered(*key: Any) -> Iterator[None]:
     """Capture the models that ``key`` stands for once in a run of the tests."""
-    plain = engine.capture
+    original = engine.capture
 
     def capture(model: nn.Module, args: Any, kwargs: Any = None, **options: Any) -> Capture:
         mode = options["training"] if isinstance(options["training"], Mode) else Mode.of(model, options["training"])
-        leaves = [
-            (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in pytree.tree_leaves((args, kwargs or {}))
-        ]
+        leaves = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in tree_leaves((args, kwargs or {}))]
         leading = [leaf[0][0] for leaf in leaves if isinstance(leaf, tuple) and leaf[0]]
-        ones = all(size == 1 for size in leading)  # else there is no use for batch=
-        rest = (options.get("batch") if ones else None, options.get("guess"))
-        full = repr((*map(_text, key), leaves, sorted(kwargs or {}), mode, rest))
-        if full not in _known:
-            _known[full] = _shared(full, lambda: plain(model, args, kwargs, **options))
-        return _known[full]
+        has_one_sample = all(size == 1 for size in leading)  # otherwise the capture does not depend on batch=
+        rest = (options.get("batch") if has_one_sample else None, options.get("guess"))
+        full_key = repr((*map(_text, key), leaves, sorted(kwargs or {}), mode, rest))
+        if full_key not in _captures:
+            _captures[full_key] = _shared(full_key, lambda: original(model, args, kwargs, **options))
+        return _captures[full_key]
 
     with patch.object(engine, "capture", capture):
         yield
@@ -67,40 +66,41 @@ def _text(key: Any) -> str:
 
 
 def _shared(key: str, make: Callable[[], Capture]) -> Capture:
-    """What the file of this key has: rank 0 writes it, be it a capture or the error that came of it."""
-    folder, alone = os.environ.get(FOLDER), not dist.is_initialized() or dist.get_world_size() == 1
+    """The capture, or the error, in the file of this key. Rank 0 writes it."""
+    folder, is_alone = os.environ.get(FOLDER), not dist.is_initialized() or dist.get_world_size() == 1
     if folder is None or "<lambda>" in key or " at 0x" in key:
         return make()
     file = Path(folder) / hashlib.sha256(key.encode()).hexdigest()
-    end = time.monotonic() + PATIENCE
-    first = alone or dist.get_rank() == 0
-    while not first and not file.exists() and time.monotonic() < end:
+    deadline = time.monotonic() + PATIENCE
+    is_writer = is_alone or dist.get_rank() == 0
+    while not is_writer and not file.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+    result: Capture | CaptureError
     if file.exists():
         data = file.read_bytes()
-        made = _loads(data) if data.startswith(_GRAPH) else CaptureError(data.decode())
+        result = _loads(data) if data.startswith(_GRAPH) else CaptureError(data.decode())
     else:
         try:
-            made = make()
+            result = make()
         except CaptureError as error:
-            made = error
-        if first:
-            part = file.with_suffix(f".{os.getpid()}")
-            part.write_bytes(_dumps(made) if isinstance(made, Capture) else str(made).encode())
-            part.rename(file)
-    if isinstance(made, CaptureError):
-        raise made
-    return made
+            result = error
+        if is_writer:
+            partial_file = file.with_suffix(f".{os.getpid()}")
+            partial_file.write_bytes(_dumps(result) if isinstance(result, Capture) else str(result).encode())
+            partial_file.rename(file)
+    if isinstance(result, CaptureError):
+        raise result
+    return result
 
 
-# A graph as plain values: nodes by their names, ATen operators by theirs.
+# A pickled graph: nodes and ATen operators are stored by name.
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Node):
             return "node", value.name
-        if isinstance(value, torch._ops.OpOverload):
+        if isinstance(value, OpOverload):
             return "op", *value.name().split("::"), value._overloadname
         return None
 
@@ -110,45 +110,45 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data))
         self.nodes: dict[str, Node] = {}
 
-    def persistent_load(self, words: Any) -> Any:
-        if words[0] == "node":
-            return self.nodes[words[1]]
-        _, space, name, overload = words
-        return getattr(getattr(getattr(torch.ops, space), name.partition(".")[0]), overload)
+    def persistent_load(self, pid: Any) -> Any:
+        if pid[0] == "node":
+            return self.nodes[pid[1]]
+        _, namespace, name, overload = pid
+        return getattr(getattr(getattr(torch.ops, namespace), name.partition(".")[0]), overload)
 
 
-def _plain(data: Any) -> bytes:
+def _pickle(data: Any) -> bytes:
     out = io.BytesIO()
     _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(data)
     return out.getvalue()
 
 
 def _dumps(capture: Capture) -> bytes:
-    held = [
+    state = [
         *capture.module.named_parameters(remove_duplicate=False),
         *capture.module.named_buffers(remove_duplicate=False),
     ]
     tensors = {
         name: torch.empty_like(value, device="meta") if isinstance(value, nn.Parameter) else value
-        for name, value in held
+        for name, value in state
     }
     nodes = [
-        _plain((node.op, node.name, node.target, node.args, node.kwargs, node.meta)) for node in capture.graph.nodes
+        _pickle((node.op, node.name, node.target, node.args, node.kwargs, node.meta)) for node in capture.graph.nodes
     ]
     rest = {field.name: getattr(capture, field.name) for field in fields(capture) if field.name != "module"}
-    return _GRAPH + _plain((tensors, nodes, rest))
+    return _GRAPH + _pickle((tensors, nodes, rest))
 
 
 def _loads(data: bytes) -> Capture:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch, about its own way to unpickle a LeafSpec
+        warnings.simplefilter("ignore", FutureWarning)  # torch warns when its own LeafSpec is unpickled
         tensors, nodes, rest = _Unpickler(data.removeprefix(_GRAPH)).load()
-    graph, made = Graph(), dict[str, Node]()
-    for each in nodes:
-        reader = _Unpickler(each)
-        reader.nodes = made
+    graph, by_name = Graph(), dict[str, Node]()
+    for pickled in nodes:
+        reader = _Unpickler(pickled)
+        reader.nodes = by_name
         op, name, target, args, kwargs, meta = reader.load()
-        made[name] = graph.create_node(op, target, args, kwargs, name=name)
-        made[name].meta = meta
-    held = {node.target: tensors[node.target] for node in graph.find_nodes(op="get_attr")}
-    return Capture(module=GraphModule(held, graph), **rest)
+        by_name[name] = graph.create_node(op, target, args, kwargs, name=name)
+        by_name[name].meta = meta
+    state = {node.target: tensors[node.target] for node in graph.find_nodes(op="get_attr")}
+    return Capture(module=GraphModule(state, graph), **rest)

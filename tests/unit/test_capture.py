@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import io
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from distfx.engine import engine
 from distfx.errors import CaptureError, DistfxError
 from distfx.ir import ops
 from distfx.ir.nodes import describe
-from distfx.passes.capture.export import Capture, capture, infer_inputs
+from distfx.passes.capture import Capture, capture, check_model, infer_inputs
 from distfx.runtime.kernels.straight_through import straight_through
 
 aten = torch.ops.aten
@@ -88,7 +90,7 @@ def same(model: nn.Module, *shapes: tuple[int, ...], training: bool = False, exa
 
 
 def of(forward: Any, *modules: nn.Module) -> nn.Module:
-    """A model with the given forward and layers ``l0``, ``l1``, ..."""
+    """A model with this forward and layers ``l0``, ``l1``, ..."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -109,7 +111,7 @@ def small() -> nn.Module:
 # -- symbols
 
 
-def test_symbols_have_the_names_a_reader_expects() -> None:
+def test_symbols_are_named_after_their_dims() -> None:
     captured = capture(small(), (torch.randn(4, 3, 16, 12),), training=False)
     (spec,) = captured.inputs
     assert [str(size) for size in spec.shape] == ["N", "3", "H", "W"]
@@ -156,11 +158,11 @@ def sizes(captured: Capture, **values: int) -> dict[sympy.Symbol, int]:
 def slow_capture() -> str:
     before, engine.SLOW = engine.SLOW, 0.0
     try:
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
             distfx.parallelize(nn.Sequential(nn.Conv2d(3, 4, 3)), distfx.Grid(h=-1))
     finally:
         engine.SLOW = before
-    return said.getvalue()
+    return stderr.getvalue()
 
 
 def test_a_slow_capture_says_so_on_rank_0() -> None:
@@ -169,11 +171,11 @@ def test_a_slow_capture_says_so_on_rank_0() -> None:
 
 
 def test_sizes_that_cannot_be_symbols_are_fixed() -> None:
-    """torch's solver fails on the sizes of an AlexNet at 64 x 64: its batch stays a symbol all the same."""
+    """torch's solver fails on the sizes of an AlexNet at 64 x 64, but its batch stays symbolic."""
     pools = [nn.MaxPool2d(3, 2), nn.Conv2d(4, 4, 5, padding=2), nn.MaxPool2d(3, 2), nn.MaxPool2d(3, 2)]
     model = nn.Sequential(nn.Conv2d(3, 4, 11, 4, 2), *pools, nn.AdaptiveAvgPool2d((6, 6)))
-    made = capture(model, (torch.randn(4, 3, 64, 64),), training=True)
-    assert [str(size) for size in made.inputs[0].shape] == ["N", "3", "64", "64"]
+    captured = capture(model, (torch.randn(4, 3, 64, 64),), training=True)
+    assert [str(size) for size in captured.inputs[0].shape] == ["N", "3", "64", "64"]
 
 
 def test_a_branch_on_a_size_is_remembered() -> None:
@@ -197,7 +199,7 @@ def test_no_sizes_are_computed_in_the_graph() -> None:
 
 
 class TreatsOneDifferently(nn.Module):
-    """What is different for a size of one, which torch.export takes for impossible in a dim that may vary."""
+    """Behaves differently for a size of one, which torch.export rules out for symbolic dims."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -231,9 +233,9 @@ def call_both_ways(how: str, shapes: list[tuple[int, ...]]) -> tuple[list[bool],
 )
 def test_sizes_of_one(how: str, graphs: int) -> None:
     shapes = [(1, 3, 4, 8), (4, 3, 8, 8), (1, 3, 8, 8), (2, 3, 1, 8), (3, 3, 8, 9)]
-    ((outcomes, made),) = run(1, call_both_ways, how, shapes)
+    ((outcomes, count),) = run(1, call_both_ways, how, shapes)
     assert outcomes == [True] * len(shapes), dict(zip(shapes, outcomes, strict=True))
-    assert made == graphs
+    assert count == graphs
 
 
 # -- in place
@@ -265,7 +267,7 @@ class Inplace(nn.Module):
     ],
     ids=["all", "module", "function", "chain", "activations"],
 )
-def test_inplace_is_made_functional(model: nn.Module) -> None:
+def test_in_place_operators_become_functional(model: nn.Module) -> None:
     captured = same(model, (4, 3, 8, 8), (2, 3, 9, 11))
     for target in targets(captured):
         assert not target._schema.is_mutable or target is aten.batch_norm.default, target
@@ -400,7 +402,7 @@ def write_through_a_cast_that_is_none(self: Any, x: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 def test_a_write_that_is_seen_elsewhere_is_an_error_or_right(forward: Any, trained: bool) -> None:
-    """Never a wrong number: either the graph computes the same, or it says what it cannot follow, and where."""
+    """The graph either computes the same, or the error names the write that distfx cannot follow."""
     model = of(forward, nn.Conv2d(3, 4, 3)).requires_grad_(trained)
     try:
         same(model, (4, 3, 8, 8))
@@ -427,7 +429,7 @@ def test_a_write_that_cannot_be_followed_is_an_error(forward: Any) -> None:
         capture(of(forward, nn.Conv2d(3, 4, 3)), (torch.randn(2, 3, 8, 8),), training=False)
 
 
-def test_a_write_through_a_view_that_nobody_else_reads_is_fine() -> None:
+def test_a_write_through_a_view_without_other_readers() -> None:
     same(of(lambda self, x: self.l0(x).flatten(1).relu_() + 1, nn.Conv2d(3, 4, 3)), (4, 3, 8, 8), (2, 3, 5, 6))
 
 
@@ -492,7 +494,7 @@ def test_padding_modes_are_a_pad_in_front(mode: str) -> None:
     assert targets(captured) == [aten.pad.default, aten.convolution.default]
 
 
-def test_dropout_is_nothing_in_eval() -> None:
+def test_dropout_is_removed_in_eval() -> None:
     captured = same(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)), (4, 3), (7, 3))
     assert aten.dropout.default not in targets(captured)
     train = capture(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)), (torch.randn(4, 3),), training=True)
@@ -649,15 +651,97 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_what_cannot_be_captured_is_explained(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_is_explained(debug: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTFX_DEBUG", str(int(debug)))
     with pytest.raises(CaptureError) as error:
         capture(Branches(), (torch.randn(2, 3, 8, 8),), training=False)
     text = str(error.value)
     assert "Branches could not be captured with inputs (2, 3, 8, 8)" in text
-    assert "branches on the values of tensors" in text and "DISTFX_DEBUG=1 shows torch's own account" in text
+    assert "branches on the values of tensors" in text and "DISTFX_DEBUG=1 shows torch's full error" in text
     assert (error.value.__cause__ is not None) == debug  # hundreds of lines
     assert isinstance(error.value, DistfxError) and isinstance(error.value, ValueError)
+
+
+def sharded() -> nn.Module:
+    model = small()
+    model[0].weight.full_tensor = None  # type: ignore[attr-defined]  # as a DTensor has
+    return model
+
+
+def quantized() -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 4)), {nn.Linear})
+
+
+def compiled_part() -> nn.Module:
+    return nn.Sequential(torch.compile(nn.Conv2d(3, 4, 3)), nn.ReLU())  # type: ignore[arg-type]
+
+
+def on_two_devices() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3, device="meta"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.jit.script(small()), "the model (RecursiveScriptModule) is a TorchScript module"),
+        (lambda: torch.jit.trace(small(), torch.randn(2, 3, 8, 8), check_trace=False), "is a TorchScript module"),
+        (lambda: nn.Sequential(nn.DataParallel(small())), "0 (DataParallel) distributes the model already"),
+        (sharded, "0 (Conv2d) has DTensor parameters"),
+        (quantized, "0 (Linear) is quantized"),
+        (compiled_part, "0 (OptimizedModule) is compiled by torch.compile"),
+        (on_two_devices, "has parameters on several devices (cpu, meta)"),
+        (lambda: functools.partial(small()), "the model is a partial: give a torch.nn.Module"),
+    ],
+    ids=["scripted", "traced", "data parallel", "sharded", "quantized", "compiled part", "two devices", "partial"],
+)
+def test_models_that_are_not_plain_modules(make: Any, words: str) -> None:
+    with pytest.raises(CaptureError, match=re.escape(words)):
+        check_model(make())
+
+
+def test_models_without_values() -> None:
+    model = nn.Conv2d(3, 4, 3, device="meta")
+    check_model(model)
+    with pytest.raises(CaptureError, match=r"Conv2d is on the meta device.*to_empty"):
+        check_model(model, needs_values=True)
+
+
+def test_a_compiled_model_is_captured() -> None:
+    same(torch.compile(small()), (4, 3, 8, 8))  # type: ignore[arg-type]
+
+
+def lists_a_range(self: Any, x: Tensor) -> Tensor:
+    y = self.l0(x)
+    return y.sum(dim=torch.arange(2, y.dim()).tolist(), keepdim=True) * len(torch.arange(3).tolist())
+
+
+def test_lists_of_constant_ranges() -> None:
+    captured = same(of(lists_a_range, nn.Conv2d(3, 4, 3)), (4, 3, 8, 8), (2, 3, 9, 11))
+    assert aten.arange.start not in targets(captured)
+
+
+def lists_a_modified_range(self: Any, x: Tensor) -> Tensor:
+    dims = torch.arange(1, 3)
+    dims += 1
+    result: Tensor = self.l0(x).sum(dim=dims.tolist())
+    return result
+
+
+def test_a_modified_range_is_not_taken_for_the_original() -> None:
+    with pytest.raises(CaptureError):
+        capture(of(lists_a_modified_range, nn.Conv2d(3, 4, 3)), (torch.randn(2, 3, 8, 8),), training=False)
+
+
+def iterates_over_a_range(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.l0(x)
+    for i in torch.arange(3):
+        y = y + i * x.mean()
+    return y
+
+
+def test_iteration_over_a_constant_range() -> None:
+    same(of(iterates_over_a_range, nn.Conv2d(3, 4, 3)), (4, 3, 8, 8))
 
 
 def test_a_wrong_example_is_explained() -> None:

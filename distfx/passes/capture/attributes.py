@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["AttributeSnapshot", "attributes_kept"]
+from distfx.ir.torch_private import version_of
+
+__all__ = ["AttributeSnapshot", "preserve_attributes"]
 
 _PLAIN = (int, float, bool, str)
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The plain attributes of a model's modules: the full name, the dict that holds it, and the key there."""
+    """The plain attributes of all modules: the full name, the dict that holds the attribute, and its key there."""
     for path, module in model.named_modules():
         for name in list(vars(module)):
             if name != "training" and not name.startswith("_"):
@@ -46,62 +48,65 @@ class AttributeSnapshot:
 
 
 @dataclass
-class _Kept:
-    """An attribute of a module as it was: the object, and what was in it."""
+class _SavedAttribute:
+    """An attribute of a module at capture time: the object, and a copy of its content if it can be modified."""
 
     value: Any
     version: int | None
     content: Any
 
     @classmethod
-    def of(cls, value: Any) -> _Kept:
-        if isinstance(value, torch.Tensor) and not value.is_inference():  # which counts no changes
-            return cls(value, value._version, value.detach().clone())
+    def of(cls, value: Any) -> _SavedAttribute:
+        if isinstance(value, torch.Tensor) and not value.is_inference():  # inference tensors have no version
+            return cls(value, version_of(value), value.detach().clone())
         return cls(value, None, copy.copy(value) if type(value) in (list, dict, set) else None)
 
-    def is_same(self, now: Any) -> bool:
-        if now is not self.value:  # numbers may be made anew
-            return type(now) in _PLAIN and type(now) is type(self.value) and bool(now == self.value)
+    def equals(self, current: Any) -> bool:
+        if current is not self.value:  # equal numbers may be different objects
+            return type(current) in _PLAIN and type(current) is type(self.value) and bool(current == self.value)
         if self.version is not None:
-            return bool(now._version == self.version)
-        return self.content is None or _things(now) == _things(self.content)
+            return version_of(current) == self.version
+        return self.content is None or _identities(current) == _identities(self.content)
 
     def restore(self, owner: dict[str, Any], name: str) -> None:
-        same, owner[name] = self.is_same(owner.get(name)), self.value
-        if not same and self.version is not None:
+        is_unchanged = self.equals(owner.get(name))
+        owner[name] = self.value
+        if is_unchanged:
+            return
+        if self.version is not None:
             with torch.no_grad():
                 self.value.copy_(self.content)
-        elif not same and self.content is not None:
+        elif self.content is not None:
             self.value.clear()
             self.value.extend(self.content) if isinstance(self.value, list) else self.value.update(self.content)
 
 
-def _things(container: Any) -> list[int]:
-    """What a list, dict or set holds: the very objects, which may not compare."""
-    held = [id(each) for each in container]
+def _identities(container: Any) -> list[int]:
+    """The ids of the objects in a list, dict or set. The objects themselves may not support comparison."""
+    ids = [id(item) for item in container]
     if isinstance(container, dict):
-        return held + [id(each) for each in container.values()]
-    return held if isinstance(container, list) else sorted(held)  # a copy of a set may have another order
+        return ids + [id(item) for item in container.values()]
+    return ids if isinstance(container, list) else sorted(ids)  # a copy of a set may have another order
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[list[str]]:
-    """Counters and the like that ``forward`` changes are as they were in the end; gives their names then."""
-    kept = {key: (owner, name, _Kept.of(owner[name])) for key, owner, name in _attributes(model)}
-    found: list[str] = []
+def preserve_attributes(model: nn.Module) -> Iterator[list[str]]:
+    """Restore the attributes that ``forward`` modifies. Yields a list that receives their names."""
+    saved = {key: (owner, name, _SavedAttribute.of(owner[name])) for key, owner, name in _attributes(model)}
+    modified: list[str] = []
 
-    def look(*_: Any) -> None:
-        now = {key: owner[name] for key, owner, name in _attributes(model)}
-        changed = [key for key, value in now.items() if key not in kept or not kept[key][2].is_same(value)]
-        found.extend(key for key in changed if key not in found)
+    def compare(*_: Any) -> None:
+        for key, owner, name in _attributes(model):
+            if key not in modified and (key not in saved or not saved[key][2].equals(owner[name])):
+                modified.append(key)
 
-    seen = model.register_forward_hook(look)
+    hook = model.register_forward_hook(compare)
     try:
-        yield found
+        yield modified
     finally:
-        seen.remove()
+        hook.remove()
         for key, owner, name in list(_attributes(model)):
-            if key not in kept:
+            if key not in saved:
                 del owner[name]
-        for owner, name, value in kept.values():
-            value.restore(owner, name)
+        for owner, name, attribute in saved.values():
+            attribute.restore(owner, name)
