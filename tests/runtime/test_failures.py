@@ -38,7 +38,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import distfx
 from distfx.runtime.autograd import transfers as halves
 from distfx.runtime.autograd.moves import RunMove
-from distfx.runtime.comm import failure
+from distfx.runtime.comm import failure, status
 from distfx.runtime.kernels import halo_convolution as halo_conv
 
 WORLD = 4
@@ -277,11 +277,11 @@ def names_the_cause(text: str, when: str, how: str, victim: int = 2) -> bool:
     """Whether a survivor's message has the layer, or the checkpoint, and the peer."""
     if how == "raise" and when == "checkpoint":  # torch itself tells all ranks
         return bool(re.search(r"CheckpointException ranks:dict_keys\(\[2\]\)(.|\n)*ValueError: sample 17", text))
-    blamed = rf"no word from ranks? [\d, ]*\b{victim}\b"
+    blamed = rf"no answer from ranks? [\d, ]*\b{victim}\b"
     if how == "raise":
         blamed = rf"rank {victim} failed: ValueError: sample 17 is broken"
     elif victim == 0:
-        blamed += r"|rank 0, or the launcher that keeps it, is gone"
+        blamed += r"|rank 0, or the launcher that hosts the store, is gone"
     elif how == "stop" and not re.search(blamed + r": process \d+ is stopped", text):
         return False  # whoever finds it so ends it: the others may come too late to see it
     return any(LAYER.get(when, "") in line and re.search(blamed, line) for line in text.splitlines())
@@ -369,16 +369,15 @@ def test_mpiexec_that_lets_the_survivors_speak(when: str, how: str) -> None:
 def said_of_itself(kind: type[BaseException], *args: Any) -> list[str]:
     """What the ranks hear of rank 1 that ends by such an error."""
     if dist.get_rank() == 1:
-        failure.announce(kind(*args))
-        failure.leave()
-        failure._ended = False
+        failure.announce_exception(kind(*args))
+        failure.announce_exit()
+        failure._ended_by_signal = False
     dist.barrier()
-    store = failure._store()
-    heard = [text for _, text in failure._heard(store, [1]).values()]
+    texts = [report.text for report in status.read([1]).values()]
     dist.barrier()
     if dist.get_rank() == 1:
-        store.delete_key(failure._key(1))
-    return heard
+        status.default_store().delete_key(status.status_key(1))
+    return texts
 
 
 def test_who_is_ended_from_outside_is_not_the_cause() -> None:
@@ -479,7 +478,7 @@ def error_in_a_move(kind: str) -> tuple[str, str, tuple[str, ...]]:
         return type(error).__name__, str(error), tuple(getattr(error, "__notes__", ()))
     finally:
         halves.send_receive, halo_conv.send_receive = before
-        failure._broken = False
+        failure._has_failed = False
     raise AssertionError("no error")
 
 

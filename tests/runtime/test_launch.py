@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import FOLDERS
 
-from distfx.runtime.comm import launch
+from distfx.runtime.comm import detect, launch
 from distfx.runtime.comm.launch import expand_nodelist, init
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,7 @@ FOREIGN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "ENVIRONMENT"),
 )
 
+MODULES = os.pathsep.join(str(ROOT / folder) for folder in FOLDERS)
 BIN = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 MPIEXEC = shutil.which("mpiexec", path=BIN)
 needs_mpi = pytest.mark.skipif(
@@ -45,7 +47,7 @@ needs_mpi = pytest.mark.skipif(
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment as no launcher has touched it, so that these tests run under one, too."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": BIN, "PYTHONWARNINGS": "ignore::FutureWarning"}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": MODULES, "PATH": BIN, "PYTHONWARNINGS": "ignore::FutureWarning"}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     env |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}  # Open MPI 5: more ranks than cores
     return env | dict(extra or {})
@@ -61,7 +63,7 @@ class Program:
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            command, env=env, cwd=ROOT, stdout=self.out, stderr=self.err, start_new_session=True
+            command, env=env, cwd=ROOT / "tests", stdout=self.out, stderr=self.err, start_new_session=True
         )
 
     def end(self, seconds: float = SECONDS) -> tuple[int, str, str]:
@@ -136,9 +138,9 @@ def check_backend_mpi() -> None:
 def check_alone() -> None:
     """Everything that needs one process only."""
     assert "mpi4py" not in sys.modules
-    with pytest.raises(ValueError, match=r"unknown launcher 'pdsh'; it is one of torchrun, mpi, slurm, single"):
+    with pytest.raises(ValueError, match=r"unknown launcher 'pdsh'; choose one of torchrun, mpi, slurm, single"):
         init(launcher="pdsh")
-    with pytest.raises(ValueError, match="unknown backend 'smoke'; it is one of gloo"):
+    with pytest.raises(ValueError, match="unknown backend 'smoke'; choose one of gloo"):
         init(backend="smoke")
     with pytest.raises(ValueError, match="alone"):
         init(backend="cpu:mpi,cuda:nccl")
@@ -299,8 +301,8 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
     ],
 )
 def test_find(env: dict[str, str], found: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_mpi4py", lambda: None)
-    made = launch._find(env, None)
+    monkeypatch.setattr(detect, "import_mpi4py", lambda: None)
+    made = detect.detect(env, None)
     assert (made.launcher, made.rank, made.world, made.local_rank) == found
 
 
@@ -316,9 +318,9 @@ def test_find(env: dict[str, str], found: tuple[str, int, int, int], monkeypatch
     ],
 )
 def test_find_errors(env: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_mpi4py", lambda: None)
+    monkeypatch.setattr(detect, "import_mpi4py", lambda: None)
     with pytest.raises(ValueError, match=message):
-        launch._find(env, None)
+        detect.detect(env, None)
 
 
 def test_slurm_address() -> None:

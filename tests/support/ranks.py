@@ -446,6 +446,9 @@ def serve_mpi(folder: str) -> None:
 
     for name in [name for name in os.environ if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES)]:
         del os.environ[name]
+    from distfx.runtime.comm import mpi
+
+    mpi.unlink_job_files()
     rank = MPI.COMM_WORLD.Get_rank()
     stacks = open(f"{folder}/stacks{rank}", "wb")  # noqa: SIM115 (it lives as long as the worker)
     meeting = socket.socket(socket.AF_UNIX)
