@@ -126,6 +126,16 @@ def lose_a_rank(how: str, folder: str) -> None:
         net(x).sum().backward()
 
 
+def exit_early(seconds: str, folder: str) -> None:
+    """The last rank ends long before the root has the result, because another rank comes late."""
+    launch = init(timeout=60)
+    total = torch.ones(3)
+    if launch.rank == 1:
+        time.sleep(float(seconds))
+    dist.reduce(total, 0)
+    assert launch.rank or (total == launch.world).all()
+
+
 def shared_memory() -> list[str]:
     """The names of the shared memory that this process has mapped, also of memory whose name was removed."""
     names = re.findall(r" (/dev/shm/.*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
@@ -166,6 +176,12 @@ def test_endings_under_torchrun(ending: str, code: int | None, tmp_path: Path) -
 def test_endings_under_mpiexec(ending: str, code: int, tmp_path: Path) -> None:
     status, text = launched(mpiexec(2, "test_exits", "one_module", ending, str(tmp_path)), tmp_path)
     assert status == code, text
+
+
+@needs_mpi
+def test_a_rank_that_exits_early_is_not_lost(tmp_path: Path) -> None:
+    status, text = launched(mpiexec(3, "test_exits", "exit_early", "3", str(tmp_path)), tmp_path)
+    assert status == 0, text
 
 
 def is_alive(pid: int) -> bool:
@@ -223,4 +239,5 @@ def test_a_lost_rank_under_mpiexec(how: str, options: list[str], tmp_path: Path)
 
 
 if __name__ == "__main__":
-    {"many_modules": many_modules, "one_module": one_module, "lose_a_rank": lose_a_rank}[sys.argv[1]](*sys.argv[2:])
+    programs = {each.__name__: each for each in (many_modules, one_module, lose_a_rank, exit_early)}
+    programs[sys.argv[1]](*sys.argv[2:])
