@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from support import ranks
 from support.ranks import Failure, RankError, run, run_raises
+from test_launch import environment
 
 
 def is_alive(pid: int) -> bool:
@@ -238,7 +239,7 @@ def test_ranks_die_with_their_parent() -> None:
         "print(*ranks.pids(), flush=True)\n"
         "ranks.run(2, test_ranks.nap, 1000, timeout=1000)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ranks.ROOT, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ranks.ROOT / "tests", env=environment(), stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     try:
         workers = [int(pid) for pid in parent.stdout.readline().split()]
