@@ -16,9 +16,9 @@ from support.ranks import over, run, run_raises
 from torch.distributed.device_mesh import init_device_mesh
 
 import distfx
-from distfx import grid as grids
 from distfx.errors import DistfxError
 from distfx.grid import AXES, Grid
+from distfx.runtime.comm import groups as process_groups
 from distfx.runtime.comm.agreement import agree, host_group
 
 # -- without processes
@@ -362,7 +362,7 @@ def after_another_group() -> tuple[bool, bool]:
     """Whether meshes of a process group that is gone are made anew, and kept then."""
     grid = Grid(h=2)
     before = grid.mesh
-    with patch.object(grids, "_world", object()):  # as if another had been there until now
+    with patch.object(process_groups._groups, "world", object()):  # as if another had been there until now
         after = grid.mesh
         return after is not before, grid.mesh is after
 

@@ -1,7 +1,7 @@
 """The `mpi` backend against local references, on 1 to 4 real ranks.
 
 Each world is launched once: `mpiexec -n 3 python -m test_mpi` runs all checks, one after the other, and prints a
-line for each; the tests read the lines. `values` gives every rank the tensors of all ranks, and so the expected result.
+line for each; the tests read the lines. Every rank can compute the tensors of all ranks (`values`), and so the result.
 """
 
 import functools

@@ -239,7 +239,9 @@ def test_ranks_die_with_their_parent() -> None:
         "print(*ranks.pids(), flush=True)\n"
         "ranks.run(2, test_ranks.nap, 1000, timeout=1000)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ranks.ROOT / "tests", env=environment(), stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ranks.ROOT / "tests", env=environment(), stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     try:
         workers = [int(pid) for pid in parent.stdout.readline().split()]

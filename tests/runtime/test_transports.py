@@ -1,4 +1,4 @@
-"""One program gives the same numbers with three launchers and two transports.
+"""One program computes the same numbers with three launchers and two transports.
 
 The exactness suite runs over gloo by default and over mpi with `pytest --transport mpi`. This file always runs a
 sample of it over mpi.

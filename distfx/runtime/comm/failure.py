@@ -1,9 +1,9 @@
 """Error reports for failed communication: which operation failed, and which ranks are the cause.
 
-A rank whose operation fails does not know why. So it publishes its status (:mod:`distfx.runtime.comm.status`), gives
-the other ranks a moment to do the same, and names those that did not: they are dead, stopped, or busy elsewhere. A rank
-that ends by an exception publishes its message. For ranks on the same machine, :mod:`distfx.runtime.comm.processes`
-tells whether they are dead or stopped.
+A rank whose operation fails does not know why. So it publishes its status (:mod:`distfx.runtime.comm.status`), waits
+a moment for the other ranks to do the same, and names those that did not: they are dead, stopped, or busy elsewhere.
+A rank that ends by an exception publishes its message. For ranks on the same machine,
+:mod:`distfx.runtime.comm.processes` tells whether they are dead or stopped.
 
 Nothing here runs as long as communication works: :class:`CommunicationScope` is a ``try`` with a description.
 """

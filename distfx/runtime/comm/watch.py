@@ -3,7 +3,7 @@
 Gloo notices at once that a peer has gone, because its connection closes. MPI does not: an operation with a dead rank
 waits until its timeout. So an operation that has waited for WATCH_DELAY seconds asks :func:`lost_ranks`. The thread
 behind it polls the kernel for dead processes on this machine and the store for the reports of other ranks, and reports
-dead processes there, so that other machines learn of them. It sleeps while nobody asks.
+dead processes there, so that other machines learn of them. It sleeps while no operation asks.
 """
 
 from __future__ import annotations
