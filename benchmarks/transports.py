@@ -1,13 +1,13 @@
-"""gloo against mpi, two ranks of this machine: `python benchmarks/transports.py`.
+"""Compare gloo and mpi on two ranks of this machine: `python benchmarks/transports.py`.
 
-Three patterns, each by the calls of `torch.distributed` that the runtime makes:
+Three patterns, with the calls of `torch.distributed` that the runtime uses:
 
 - halo: both ranks send and receive 1 KB at once (`batch_isend_irecv`), the time until both are done;
-- bulk: the same with 16 MB, as bandwidth, one direction counted;
+- bulk: the same with 16 MB, as the bandwidth of one direction;
 - allreduce of 1 KB and of 16 MB.
 
-Both transports run in the same two processes, block by block in turn, so that what else the machine does meets both.
-The figures are medians over all blocks; a ratio above 1 is in favour of mpi.
+Both transports run in the same two processes, in alternating blocks, so that other load on the machine affects both.
+The figures are medians over all blocks. A ratio above 1 means that mpi is faster.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Failing well: one rank of four dies, stops, raises or leaves; the others say so, in which layer, and end.
+"""One rank of four dies, stops, raises or exits. The others report it, with the layer, and end.
 
 The ranks of a launched test run this file: `python -m test_failures rank <when> <how> <folder> <timeout>`.
 
-Every way to fail in every phase is tested under torchrun's agent, whose ranks are forked from a process that has
-imported everything, and in some combinations under `torchrun` and `mpiexec` as a user starts them; `pytest -m matrix`
-runs the others, too.
+Every kind of failure in every phase is tested under torchrun's agent, whose ranks are forked from a process that has
+imported everything. Some combinations also run under `torchrun` and `mpiexec`; `pytest -m matrix` runs all of them.
 """
 
 import atexit
@@ -38,8 +37,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import distfx
 from distfx.runtime.autograd import transfers
 from distfx.runtime.autograd.moves import RunMove
-from distfx.runtime.comm import failure
-from distfx.runtime.kernels import halo_convolution as halo_conv
+from distfx.runtime.comm import failure, status
+from distfx.runtime.kernels import halo_convolution
 
 WORLD = 4
 TIMEOUT = float(os.environ.get("DISTFX_TEST_FAILURE_TIMEOUT", 6))  # of `init`; ranks compile a small model in less
@@ -47,11 +46,11 @@ MARGIN = 10.0  # seconds within which, after the timeout, every survivor has end
 BUSY = 240.0  # seconds for a busy machine to start the ranks
 SHARED = {FOLDER: os.environ[FOLDER]} if FOLDER in os.environ else {}
 
-# What the ranks do.
+# The program of the ranks.
 
 
 class Net(nn.Module):
-    """Two layers; the victim meets its fate before, between or after them."""
+    """Two layers. The victim fails before, between or after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,9 +62,9 @@ class Net(nn.Module):
         return self.second(self.norm(self.first(x)).relu())
 
 
-def fate(how: str, folder: Path) -> None:
-    """What becomes of the victim."""
-    (folder / "fate").write_text(str(time.time()))
+def fail(how: str, folder: Path) -> None:
+    """Fail as a victim."""
+    (folder / "failure").write_text(str(time.time()))
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
@@ -77,18 +76,17 @@ def fate(how: str, folder: Path) -> None:
     raise ValueError("sample 17 is broken")
 
 
-def doom(when: str, how: str, folder: Path) -> None:
-    """Let the victim meet its fate in the middle of a pass, when the second layer's halo is due, or of a checkpoint,
-    when the others wait for it to have written its part."""
+def schedule_failure(when: str, how: str, folder: Path) -> None:
+    """Let the victim fail when it should send the halo of the second layer, or write its part of a checkpoint."""
     begin_move = RunMove.begin
 
     def begin(self: RunMove, half: Any, phase: str, itemsize: int, action: Callable[[], Any]) -> Any:
         if phase == when and self.path == "second":
-            fate(how, folder)
+            fail(how, folder)
         return begin_move(self, half, phase, itemsize, action)
 
     def write_data(self: FileSystemWriter, *_: Any) -> Any:
-        fate(how, folder)
+        fail(how, folder)
 
     RunMove.begin = begin  # type: ignore[method-assign]
     if when == "checkpoint":
@@ -96,7 +94,7 @@ def doom(when: str, how: str, folder: Path) -> None:
 
 
 def meet(folder: Path, name: str, rank: int) -> None:
-    """Wait for the other ranks without the means under test: the timeout is not for a slow start."""
+    """Wait for the other ranks through files, so that a slow start does not count towards the timeout."""
     (folder / f"{name}{rank}").touch()
     end = time.monotonic() + BUSY
     while not all((folder / f"{name}{other}").exists() for other in range(WORLD)) and time.monotonic() < end:
@@ -109,7 +107,7 @@ def rank_of_launch() -> int:
 
 def rank(when: str, how: str, path: str, timeout: str, victim: str = "2") -> None:
     folder, rank = Path(path), rank_of_launch()
-    doomed = rank == int(victim)
+    is_victim = rank == int(victim)
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     meet(folder, "start", rank)
     distfx.init(timeout=float(timeout))
@@ -120,21 +118,21 @@ def rank(when: str, how: str, path: str, timeout: str, victim: str = "2") -> Non
     net(x).sum().backward()
     optimizer.step()
     meet(folder, "ready", rank)
-    if doomed:
-        doom(when, how, folder)
+    if is_victim:
+        schedule_failure(when, how, folder)
     net(x).sum().backward()
-    if doomed and when == "between":
-        fate(how, folder)
+    if is_victim and when == "between":
+        fail(how, folder)
     optimizer.step()
     dcp.save({"model": net.state_dict()}, checkpoint_id=folder / "checkpoint")
     print("all was well", flush=True)
 
 
-# How they are started.
+# Launchers.
 
 
 def as_a_program(*args: str) -> NoReturn:
-    """Be a rank, and end as a program of its own would: what is not caught goes to the hook."""
+    """Run a rank in a forked process, and end like a program: uncaught exceptions go to the hook."""
     code: Any = 0
     try:
         rank(*args)
@@ -150,7 +148,7 @@ def as_a_program(*args: str) -> NoReturn:
 
 
 def agent(*args: str) -> None:
-    """What torchrun does, with ranks that are forked instead of started: an import of torch takes seconds."""
+    """Start ranks as torchrun does, but fork them, because importing torch takes seconds."""
     importlib.import_module("torch._dynamo")  # DTensor will
     config = LaunchConfig(
         *(1, 1, WORLD),
@@ -164,7 +162,7 @@ def agent(*args: str) -> None:
 
 
 def plain(*args: str) -> None:
-    """Ranks that nobody looks after, as under `srun`: here one only waits for them, and prints their exit codes."""
+    """Fork ranks without supervision, as under `srun`: wait for them and print their exit codes."""
     importlib.import_module("torch._dynamo")  # DTensor will
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORLD)}
     children = []
@@ -177,11 +175,11 @@ def plain(*args: str) -> None:
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
 
 
-# Starting and watching them.
+# Start and supervision of the programs.
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there: one that has ended and was not yet waited for is not."""
+    """Whether a process runs. Zombies do not."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     return False
@@ -189,7 +187,7 @@ def alive(pid: int) -> bool:
 
 @contextmanager
 def folder_of_ranks() -> Iterator[Path]:
-    """A folder for the ranks to meet in; none of them is left when it goes."""
+    """A folder through which the ranks meet. At the end, kill those that are left."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
@@ -201,16 +199,18 @@ def folder_of_ranks() -> Iterator[Path]:
 
 
 def pids(folder: Path) -> dict[int, int]:
-    found = {rank: folder / f"pid{rank}" for rank in range(WORLD)}
-    return {rank: int(text) for rank, file in found.items() if file.exists() and (text := file.read_text())}
+    files = {rank: folder / f"pid{rank}" for rank in range(WORLD)}
+    return {rank: int(text) for rank, file in files.items() if file.exists() and (text := file.read_text())}
 
 
 def watch(folder: Path, program: Program) -> None:
-    """Wait until all ranks have ended: in time."""
+    """Wait until all ranks have ended, and check that it does not take too long."""
     end = time.monotonic() + BUSY
-    while not (folder / "fate").exists():
-        assert time.monotonic() < end, "the victim was never reached"
-        assert program.process.poll() is None or (folder / "fate").exists(), "it ended before the victim was reached"
+    while not (folder / "failure").exists():
+        assert time.monotonic() < end, "the victim did not fail"
+        assert program.process.poll() is None or (folder / "failure").exists(), (
+            "the program ended before the victim failed"
+        )
         time.sleep(0.02)
     begun = time.monotonic()
     while left := [rank for rank, pid in pids(folder).items() if alive(pid)]:
@@ -226,18 +226,18 @@ def free_port() -> int:
 
 
 def by_plain(when: str, how: str, folder: Path, victim: int = 2) -> tuple[list[int], list[str]]:
-    """Exit codes and messages of each."""
+    """The exit codes and error output of the ranks."""
     program = start(python("test_failures", "plain", when, how, str(folder), str(TIMEOUT), str(victim)), SHARED)
     try:
         watch(folder, program)
     finally:
         _, out, err = program.end(10)
-        print(err)  # seen if the test fails
+        print(err)  # shown if the test fails
     return json.loads(out.splitlines()[-1]), [(folder / f"err{number}").read_text() for number in range(WORLD)]
 
 
 def by_agent(when: str, how: str) -> str:
-    """The messages of a job that fails: it must end by itself, in time, and leave no process behind."""
+    """The output of a job that fails. It must end by itself, in time, and leave no process behind."""
     with folder_of_ranks() as folder:
         return _ended(python("test_failures", "agent", when, how, str(folder), str(TIMEOUT)), folder)
 
@@ -257,9 +257,9 @@ def _ended(command: Sequence[str], folder: Path) -> str:
             os.killpg(program.process.pid, 0)
     finally:
         _, out, err = program.end(0)
-        print(err)  # seen if the test fails
+        print(err)  # shown if the test fails
     assert code, f"exit code {code}"
-    return err + out  # mpiexec says there why it ended
+    return err + out  # mpiexec prints its reason there
 
 
 # Tests.
@@ -274,33 +274,33 @@ LAYER = {
 
 
 def names_the_cause(text: str, when: str, how: str, victim: int = 2) -> bool:
-    """Whether a survivor's message has the layer, or the checkpoint, and the peer."""
-    if how == "raise" and when == "checkpoint":  # torch itself tells all ranks
+    """Whether a survivor's message names the layer, or the checkpoint, and the peer."""
+    if how == "raise" and when == "checkpoint":  # torch itself reports it on all ranks
         return bool(re.search(r"CheckpointException ranks:dict_keys\(\[2\]\)(.|\n)*ValueError: sample 17", text))
-    blamed = rf"no word from ranks? [\d, ]*\b{victim}\b"
+    blamed = rf"no answer from ranks? [\d, ]*\b{victim}\b"
     if how == "raise":
         blamed = rf"rank {victim} failed: ValueError: sample 17 is broken"
     elif victim == 0:
-        blamed += r"|rank 0, or the launcher that keeps it, is gone"
+        blamed += r"|rank 0, or the launcher that hosts the store, is gone"
     elif how == "stop" and not re.search(blamed + r": process \d+ is stopped", text):
-        return False  # whoever finds it so ends it: the others may come too late to see it
+        return False  # the first rank that notices ends it, so the others may not see it stopped
     return any(LAYER.get(when, "") in line and re.search(blamed, line) for line in text.splitlines())
 
 
 @pytest.mark.parametrize(
     "when, how, victim", [("forward", "kill", 2), ("backward", "stop", 2), ("backward", "exit", 0)]
 )
-def test_processes_that_nobody_looks_after(when: str, how: str, victim: int) -> None:
+def test_processes_without_supervision(when: str, how: str, victim: int) -> None:
     with folder_of_ranks() as folder:
         codes, errors = by_plain(when, how, folder, victim)
     assert all(codes), codes
-    said = "\n".join(error for rank, error in enumerate(errors) if rank != victim)
-    assert names_the_cause(said, when, how, victim), said
-    assert "terminate called" not in said, said
+    messages = "\n".join(error for rank, error in enumerate(errors) if rank != victim)
+    assert names_the_cause(messages, when, how, victim), messages
+    assert "terminate called" not in messages, messages
 
 
 def cells(chosen: set[tuple[str, str]]) -> list[Any]:
-    """Every way to fail in every phase; those that are not chosen run with ``-m matrix``."""
+    """All kinds of failure in all phases. Those that are not chosen run with ``-m matrix``."""
     every = [*itertools.product(WHEN, HOW), *(cell for cell in chosen if cell[0] == "between")]
     return [pytest.param(*cell, marks=[] if cell in chosen else [pytest.mark.matrix]) for cell in every]
 
@@ -321,8 +321,8 @@ def test_torchrun(when: str, how: str) -> None:
     assert_named(by_launcher(torchrun, when, how), when, how)
 
 
-def test_when_the_others_do_not_wait() -> None:
-    """The rank's own message is there, and is the first."""
+def test_a_failure_while_the_others_do_not_wait() -> None:
+    """The first message is that of the rank that failed."""
     error = by_agent("between", "raise")
     assert "ValueError: sample 17 is broken" in error and error.find("ValueError") < error.find("Failures:")
 
@@ -333,7 +333,7 @@ UNDER_MPI = {("backward", "stop"), ("checkpoint", "exit"), ("between", "leave")}
 @needs_mpi
 @pytest.mark.parametrize("when, how", cells(UNDER_MPI))
 def test_mpiexec(when: str, how: str) -> None:
-    """mpiexec itself ends all ranks as soon as one dies: before they find out."""
+    """mpiexec ends all ranks as soon as one dies, before they notice."""
     error = by_launcher(mpiexec, when, how)
     if how == "raise":
         assert "ValueError: sample 17 is broken" in error
@@ -351,10 +351,10 @@ KEPT = [
 
 @needs_mpi
 @pytest.mark.parametrize("when, how", KEPT)
-def test_mpiexec_that_lets_the_survivors_speak(when: str, how: str) -> None:
-    """With `-disable-auto-cleanup` it does not: the survivors say what they miss, and then end the job.
+def test_mpiexec_without_cleanup(when: str, how: str) -> None:
+    """With `-disable-auto-cleanup`, the survivors report the lost rank and end the job.
 
-    In some runs mpiexec ends them at once all the same, without a word.
+    In some runs mpiexec ends them at once nevertheless, without a message.
     """
     for _ in range(3):
         error = by_launcher(mpiexec, when, how, "-disable-auto-cleanup")
@@ -363,35 +363,34 @@ def test_mpiexec_that_lets_the_survivors_speak(when: str, how: str) -> None:
     assert names_the_cause(error, when, how), error
 
 
-# Who is the cause.
+# The cause.
 
 
-def said_of_itself(kind: type[BaseException], *args: Any) -> list[str]:
-    """What the ranks hear of rank 1 that ends by such an error."""
+def reports_of_rank_1(kind: type[BaseException], *args: Any) -> list[str]:
+    """The reports of rank 1, which ends by such an error."""
     if dist.get_rank() == 1:
-        failure.announce(kind(*args))
-        failure.leave()
-        failure._ended = False
+        failure.announce_exception(kind(*args))
+        failure.announce_exit()
+        failure._ended_by_signal = False
     dist.barrier()
-    store = failure._store()
-    heard = [text for _, text in failure._heard(store, [1]).values()]
+    texts = [report.text for report in status.read([1]).values()]
     dist.barrier()
     if dist.get_rank() == 1:
-        store.delete_key(failure._key(1))
-    return heard
+        status.default_store().delete_key(status.status_key(1))
+    return texts
 
 
-def test_who_is_ended_from_outside_is_not_the_cause() -> None:
-    """A stopped rank that a survivor has woken, to end it, must not look like the one that failed, or left."""
-    assert run(2, said_of_itself, SignalException, "got signal: 15", signal.SIGTERM) == [[], []]
-    assert run(2, said_of_itself, ValueError, "sample 17") == [["ValueError: sample 17"]] * 2
+def test_a_rank_ended_by_a_signal_is_not_the_cause() -> None:
+    """A stopped rank that a survivor wakes and ends must not be reported as failed or exited."""
+    assert run(2, reports_of_rank_1, SignalException, "got signal: 15", signal.SIGTERM) == [[], []]
+    assert run(2, reports_of_rank_1, ValueError, "sample 17") == [["ValueError: sample 17"]] * 2
 
 
-# Ranks that were given different things.
+# Ranks with different arguments.
 
 
 def same(failures: list[Failure | None], kind: str) -> str:
-    """The one message that every rank raised."""
+    """The message, which must be the same on every rank."""
     assert len(set(failures)) == 1 and failures[0] is not None, failures
     assert failures[0].kind.rpartition(".")[2] == kind, failures[0]
     return failures[0].message
@@ -415,7 +414,7 @@ def different_strategies() -> None:
 
 
 def frozen_on_one_rank() -> None:
-    """After a first call, so that everything is compiled: what is frozen decides which gradients are summed."""
+    """After a first call, when everything is compiled. Frozen parameters decide which gradients are summed."""
     net = distfx.parallelize(Net(), distfx.Grid(h=2))
     net(torch.randn(2, 3, 8, 8)).sum().backward()
     net.get_parameter("norm.bias").requires_grad_(dist.get_rank() == 0)
@@ -441,7 +440,7 @@ def different_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, words",
+    "program, words",
     [
         (different_versions, ("rank 0: distfx", "rank 1: distfx 0.0.9")),
         (different_grids, ("different grids", "rank 0: Grid(h=2)", "rank 1: Grid(w=2)")),
@@ -452,44 +451,44 @@ def different_sizes() -> None:
         (different_strategies, ("rank 0: strategy={'*': 'stationary-y'}", "rank 1: strategy={'*': 'stationary-x'}")),
     ],
 )
-def test_ranks_with_different(given: Callable[[], None], words: tuple[str, ...]) -> None:
-    message = same(run_raises(2, given), "RankMismatchError")
+def test_ranks_with_different(program: Callable[[], None], words: tuple[str, ...]) -> None:
+    message = same(run_raises(2, program), "RankMismatchError")
     assert all(word in message for word in words), message
 
 
-# Errors that are not of the transport.
+# Errors of the transport, and others.
 
 
 def error_in_a_move(kind: str) -> tuple[str, str, tuple[str, ...]]:
-    """What a caller sees of an error that happens while a layer's halo is exchanged, alike on all ranks."""
+    """Type, message and notes of an error that all ranks raise while they exchange the halo of a layer."""
     net = distfx.parallelize(Net(), distfx.Grid(h=2))
     x = torch.randn(2, 3, 8, 8)
     net(x)
-    before = transfers.send_receive, halo_conv.send_receive
+    before = transfers.send_receive, halo_convolution.send_receive
 
     def fails(*_: Any) -> Any:
         if kind == "gloo":
             raise RuntimeError("[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer")
         raise torch.OutOfMemoryError("no memory for 3 bytes")
 
-    transfers.send_receive = halo_conv.send_receive = fails
+    transfers.send_receive = halo_convolution.send_receive = fails
     try:
         net(x)
     except Exception as error:
         return type(error).__name__, str(error), tuple(getattr(error, "__notes__", ()))
     finally:
-        transfers.send_receive, halo_conv.send_receive = before
-        failure._broken = False
+        transfers.send_receive, halo_convolution.send_receive = before
+        failure._has_failed = False
     raise AssertionError("no error")
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     for rank, (kind, text, notes) in enumerate(run(2, error_in_a_move, "memory")):
         assert (kind, text) == ("OutOfMemoryError", "no memory for 3 bytes")
         assert [note for note in notes if f"on rank {rank}, during" in note and "for first [first], forward" in note]
 
 
-def test_errors_of_the_transport_say_where() -> None:
+def test_transport_errors_name_the_layer() -> None:
     for kind, text, _ in run(2, error_in_a_move, "gloo"):
         assert kind == "CommunicationError" and "for first [first], forward" in text, text
 
@@ -509,7 +508,7 @@ class Log(nn.Module):
         return self.pool(torch.log(self.conv(x))).mean()
 
 
-def looked_at(spoil: str) -> float:
+def checked_loss(spoil: str) -> float:
     model = Log().double()
     with torch.no_grad():
         model.conv.weight.fill_(1.0)
@@ -528,8 +527,8 @@ def looked_at(spoil: str) -> float:
     return float(loss)
 
 
-def test_check_lets_what_is_finite_pass() -> None:
-    assert run(2, looked_at, "nothing") == [0.0, 0.0]
+def test_check_accepts_finite_values() -> None:
+    assert run(2, checked_loss, "nothing") == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -541,7 +540,7 @@ def test_check_lets_what_is_finite_pass() -> None:
     ],
 )
 def test_check_names_the_first_bad_node(spoil: str, words: tuple[str, ...]) -> None:
-    message = same(run_raises(2, looked_at, spoil), "NonFiniteError")
+    message = same(run_raises(2, checked_loss, spoil), "NonFiniteError")
     assert all(word in message for word in words), message
     assert "rank 0" not in message or spoil != "log", message
 

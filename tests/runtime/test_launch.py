@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import FOLDERS
 
-from distfx.runtime.comm import launch
+from distfx.runtime.comm import detect, launch
 from distfx.runtime.comm.launch import expand_nodelist, init
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,7 @@ FOREIGN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "ENVIRONMENT"),
 )
 
+MODULES = os.pathsep.join(str(ROOT / folder) for folder in FOLDERS)
 BIN = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 MPIEXEC = shutil.which("mpiexec", path=BIN)
 needs_mpi = pytest.mark.skipif(
@@ -43,9 +45,9 @@ needs_mpi = pytest.mark.skipif(
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment as no launcher has touched it, so that these tests run under one, too."""
+    """The environment without the variables of launchers, so that these tests also run under one."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": BIN, "PYTHONWARNINGS": "ignore::FutureWarning"}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": MODULES, "PATH": BIN, "PYTHONWARNINGS": "ignore::FutureWarning"}
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     env |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}  # Open MPI 5: more ranks than cores
     return env | dict(extra or {})
@@ -56,12 +58,12 @@ def start(command: Sequence[str], env: Mapping[str, str] | None = None) -> "Prog
 
 
 class Program:
-    """A program in a process group of its own, which ends with it."""
+    """A program in a separate process group, all of which `end` kills."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.out, self.err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            command, env=env, cwd=ROOT, stdout=self.out, stderr=self.err, start_new_session=True
+            command, env=env, cwd=ROOT / "tests", stdout=self.out, stderr=self.err, start_new_session=True
         )
 
     def end(self, seconds: float = SECONDS) -> tuple[int, str, str]:
@@ -97,20 +99,20 @@ def mpiexec(world: int, module: str, *args: str) -> list[str]:
 
 
 def reports(output: str) -> list[dict[str, Any]]:
-    """What the ranks printed, in their order."""
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return sorted(found, key=lambda report: report.get("rank", 0))
+    """The reports that the ranks printed, in rank order."""
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda report: report.get("rank", 0))
 
 
-# What the ranks do.
+# Programs that the ranks run.
 
 
-def report(made: launch.Launch, **more: object) -> None:
-    total = torch.tensor([made.rank + 1.0])
+def report(this: launch.Launch, **more: object) -> None:
+    total = torch.tensor([this.rank + 1.0])
     dist.all_reduce(total)
-    assert total.item() == made.world * (made.world + 1) / 2
-    # One write for each line: several ranks share the file.
-    sys.stdout.write(json.dumps({**asdict(made), "device": str(made.device), **more}) + "\n")
+    assert total.item() == this.world * (this.world + 1) / 2
+    # One write per line, because several ranks share the file.
+    sys.stdout.write(json.dumps({**asdict(this), "device": str(this.device), **more}) + "\n")
     sys.stdout.flush()
 
 
@@ -134,11 +136,11 @@ def check_backend_mpi() -> None:
 
 
 def check_alone() -> None:
-    """Everything that needs one process only."""
+    """Checks in a single process."""
     assert "mpi4py" not in sys.modules
-    with pytest.raises(ValueError, match=r"unknown launcher 'pdsh'; it is one of torchrun, mpi, slurm, single"):
+    with pytest.raises(ValueError, match=r"unknown launcher 'pdsh'; choose one of torchrun, mpi, slurm, single"):
         init(launcher="pdsh")
-    with pytest.raises(ValueError, match="unknown backend 'smoke'; it is one of gloo"):
+    with pytest.raises(ValueError, match="unknown backend 'smoke'; choose one of gloo"):
         init(backend="smoke")
     with pytest.raises(ValueError, match="alone"):
         init(backend="cpu:mpi,cuda:nccl")
@@ -175,8 +177,8 @@ def check_alone() -> None:
 
 
 def check_error() -> None:
-    made = init(timeout=60)
-    if made.rank == made.world - 1:
+    this = init(timeout=60)
+    if this.rank == this.world - 1:
         raise RuntimeError("this rank has had enough")
     dist.all_reduce(torch.ones(1))
     dist.barrier()
@@ -193,17 +195,17 @@ CHECKS: dict[str, Callable[[], None]] = {
 def test_alone() -> None:
     code, out, err = start(python("test_launch", "alone")).end()
     assert code == 0, err
-    (made,) = reports(out)
-    assert (made["launcher"], made["rank"], made["world"], made["backend"]) == ("single", 0, 1, "gloo")
+    (alone,) = reports(out)
+    assert (alone["launcher"], alone["rank"], alone["world"], alone["backend"]) == ("single", 0, 1, "gloo")
     assert "distfx:" not in err
 
 
 def test_torchrun() -> None:
     code, out, err = start(torchrun(2, "test_launch", "backend_mpi")).end()
     assert code == 0, err
-    made = reports(out)
-    assert [m["rank"] for m in made] == [m["local_rank"] for m in made] == [0, 1]
-    assert {(m["launcher"], m["world"]) for m in made} == {("torchrun", 2)}
+    launches = reports(out)
+    assert [m["rank"] for m in launches] == [m["local_rank"] for m in launches] == [0, 1]
+    assert {(m["launcher"], m["world"]) for m in launches} == {("torchrun", 2)}
     if not torch.cuda.is_available():
         assert "distfx: 2 ranks by torchrun, backend gloo, device cpu" in err.splitlines()
 
@@ -214,11 +216,11 @@ def test_mpiexec(check: str, backend: str) -> None:
     env = {"DISTFX_QUIET": "1"} if check == "gloo" else {}
     code, out, err = start(mpiexec(2, "test_launch", check), env).end()
     assert code == 0, err
-    made = reports(out)
-    assert [m["rank"] for m in made] == [m["local_rank"] for m in made] == [0, 1]
-    assert {(m["launcher"], m["world"]) for m in made} == {("mpi", 2)}
+    launches = reports(out)
+    assert [m["rank"] for m in launches] == [m["local_rank"] for m in launches] == [0, 1]
+    assert {(m["launcher"], m["world"]) for m in launches} == {("mpi", 2)}
     if not torch.cuda.is_available():
-        assert {m["backend"] for m in made} == {backend}
+        assert {m["backend"] for m in launches} == {backend}
         assert ("distfx: 2 ranks by mpi" in err) == (check != "gloo")
 
 
@@ -245,12 +247,12 @@ def test_slurm(nodes: str) -> None:
     ]
     ends = [task.end() for task in tasks]
     assert [code for code, _, _ in ends] == [0, 0], ends
-    made = reports("".join(out for _, out, _ in ends))
-    assert [(m["launcher"], m["rank"], m["local_rank"], m["world"]) for m in made] == [
+    launches = reports("".join(out for _, out, _ in ends))
+    assert [(m["launcher"], m["rank"], m["local_rank"], m["world"]) for m in launches] == [
         ("slurm", 0, 0, 2),
         ("slurm", 1, 1, 2),
     ]
-    assert not any(m["mpi4py"] for m in made)
+    assert not any(m["mpi4py"] for m in launches)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,7 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
 
 
 @pytest.mark.parametrize(
-    "env, found",
+    "env, expected",
     [
         ({}, ("single", 0, 1, 0)),
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, ("torchrun", 3, 4, 1)),
@@ -298,10 +300,10 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
         ({"RANK": "1", "PMI_RANK": "3", "PMI_SIZE": "4"}, ("mpi", 3, 4, 0)),
     ],
 )
-def test_find(env: dict[str, str], found: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_mpi4py", lambda: None)
-    made = launch._find(env, None)
-    assert (made.launcher, made.rank, made.world, made.local_rank) == found
+def test_detect(env: dict[str, str], expected: tuple[str, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "import_mpi4py", lambda: None)
+    placement = detect.detect(env, None)
+    assert (placement.launcher, placement.rank, placement.world, placement.local_rank) == expected
 
 
 @pytest.mark.parametrize(
@@ -315,10 +317,10 @@ def test_find(env: dict[str, str], found: tuple[str, int, int, int], monkeypatch
         ({"PMIX_RANK": "1"}, "install mpi4py"),
     ],
 )
-def test_find_errors(env: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_mpi4py", lambda: None)
+def test_detect_errors(env: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "import_mpi4py", lambda: None)
     with pytest.raises(ValueError, match=message):
-        launch._find(env, None)
+        detect.detect(env, None)
 
 
 def test_slurm_address() -> None:
@@ -332,7 +334,7 @@ if __name__ == "__main__":
     try:
         CHECKS[sys.argv[1]]()
     except BaseException:
-        if sys.argv[1] != "error":  # left to the hook there
+        if sys.argv[1] != "error":  # this check is about the exception hook
             traceback.print_exc()
             os._exit(1)
         raise

@@ -1,12 +1,13 @@
 """The `mpi` backend against local references, on 1 to 4 real ranks.
 
 Each world is launched once: `mpiexec -n 3 python -m test_mpi` runs all checks, one after the other, and prints a
-line for each; the tests read the lines. Every rank can make the tensors of all (`values`), and so knows the result.
+line for each; the tests read the lines. Every rank can compute the tensors of all ranks (`values`), and so the result.
 """
 
 import functools
 import gc
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from distfx.runtime.comm import mpi
 from distfx.runtime.comm.launch import init
+from distfx.runtime.comm.mpi.work import MAX_IN_FLIGHT, in_flight
 
 WORLDS = (1, 2, 3, 4)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +38,7 @@ DTYPES = (*FLOATS, *INTEGERS, *COMPLEX, torch.bool)
 
 
 def values(rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float64) -> Tensor:
-    """What `rank` contributes: small whole numbers for integers, so that no sum overflows."""
+    """The tensor of `rank`. Integers are small, so that no sum overflows."""
     draw = torch.Generator().manual_seed(rank + 1)
     if dtype is torch.bool:
         return torch.rand(tuple(shape), generator=draw) < 0.5
@@ -65,7 +67,7 @@ def reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
 
 
 def close(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want)  # the tolerance of the dtype
+    torch.testing.assert_close(got, want)  # with the default tolerance of the dtype
 
 
 def same(got: Tensor, want: Tensor) -> None:
@@ -73,7 +75,7 @@ def same(got: Tensor, want: Tensor) -> None:
 
 
 def operations(dtype: torch.dtype) -> list[Any]:
-    """Those that torch lets through."""
+    """The reductions that torch accepts for a dtype."""
     if dtype.is_complex:
         return [ReduceOp.SUM, ReduceOp.AVG]
     mean = [ReduceOp.AVG] if dtype.is_floating_point else []
@@ -120,7 +122,7 @@ def check_short_floats_are_rounded_once(rank: int, world: int) -> None:
         x = alls[rank].clone()
         dist.all_reduce(x)
         assert (x != want).float().mean() < 1e-3, "differs by more than float32's own rounding at ties"
-        x = torch.full((3,), 1.0 if rank == 0 else 2.0**-9, dtype=torch.bfloat16)  # lost one by one, not together
+        x = torch.full((3,), 1.0 if rank == 0 else 2.0**-9, dtype=torch.bfloat16)  # lost if added one by one
         dist.all_reduce(x)
         assert x[0] == (torch.tensor(1 + (world - 1) * 2.0**-9)).bfloat16()
 
@@ -163,16 +165,16 @@ def check_all_to_all(rank: int, world: int) -> None:
     same(y, torch.cat([piece(i, rank, 2) for i in range(world)]))
 
     sizes = [[(3 * i + j) % 3 for j in range(world)] for i in range(world)]  # some are 0
-    given = [piece(rank, j, sizes[rank][j]) for j in range(world)]
-    wanted = [piece(i, rank, sizes[i][rank]) for i in range(world)]
+    pieces = [piece(rank, j, sizes[rank][j]) for j in range(world)]
+    expected = [piece(i, rank, sizes[i][rank]) for i in range(world)]
     to = [sizes[i][rank] for i in range(world)]
     y = torch.empty(sum(to), 2, 3, dtype=torch.float64)
-    dist.all_to_all_single(y, torch.cat(given), to, sizes[rank])
-    same(y, torch.cat(wanted))
+    dist.all_to_all_single(y, torch.cat(pieces), to, sizes[rank])
+    same(y, torch.cat(expected))
 
-    ys = [torch.empty_like(t) for t in wanted]
-    dist.all_to_all(ys, given)
-    for y, t in zip(ys, wanted, strict=True):
+    ys = [torch.empty_like(t) for t in expected]
+    dist.all_to_all(ys, pieces)
+    for y, t in zip(ys, expected, strict=True):
         same(y, t)
 
 
@@ -314,7 +316,7 @@ def check_groups(rank: int, world: int) -> None:
     for ranks, group in groups:
         if rank in ranks:
             dist.destroy_process_group(group)
-    for _ in range(100):  # communicators are given back
+    for _ in range(100):  # communicators are freed
         group = dist.new_group(list(range(world)))
         dist.destroy_process_group(group)
     local = dist.new_group([rank], use_local_synchronization=True)  # members alone take part
@@ -405,9 +407,14 @@ def check_checkpoint(rank: int, world: int) -> None:
     mesh, whole = meshes(world)[0], values(0, (7, 5))
     folder = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(folder, 0)
-    checkpoint.save({"w": distribute_tensor(whole, mesh, [Shard(0)]), "step": 3}, checkpoint_id=folder[0])
-    state = {"w": distribute_tensor(torch.zeros(7, 5, dtype=torch.float64), mesh, [Shard(1)]), "step": 0}
-    checkpoint.load(state, checkpoint_id=folder[0])
+    try:
+        checkpoint.save({"w": distribute_tensor(whole, mesh, [Shard(0)]), "step": 3}, checkpoint_id=folder[0])
+        state = {"w": distribute_tensor(torch.zeros(7, 5, dtype=torch.float64), mesh, [Shard(1)]), "step": 0}
+        checkpoint.load(state, checkpoint_id=folder[0])
+        dist.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder[0])
     assert isinstance(state["w"], DTensor) and state["step"] == 3
     same(state["w"].full_tensor(), whole)
 
@@ -434,7 +441,7 @@ def check_many_at_once(rank: int, world: int) -> None:
 
 
 def computed_until(arrived: Callable[[], bool]) -> bool:
-    """Compute, and call nothing of MPI's, until `arrived`."""
+    """Compute without calling MPI until `arrived`."""
     a, end = torch.rand(200, 200), time.monotonic() + 20
     while not arrived() and time.monotonic() < end:
         a = torch.tanh(a @ a)
@@ -442,7 +449,7 @@ def computed_until(arrived: Callable[[], bool]) -> bool:
 
 
 def check_progress_while_computing(rank: int, world: int) -> None:
-    """Large messages arrive before anybody waits for them."""
+    """Large messages arrive before the program waits for them."""
     size, left, right = 4 << 20, (rank - 1) % world, (rank + 1) % world
     y = torch.zeros(size)
     works = [dist.irecv(y, left), dist.isend(torch.full((size,), 1.0 + rank), right)]
@@ -456,11 +463,11 @@ def check_progress_while_computing(rank: int, world: int) -> None:
 
 
 def check_inference_mode(rank: int, world: int) -> None:
-    """The thread that finishes a message is not in the mode of the one that started it."""
+    """The thread that completes a message does not inherit the inference mode of the program."""
     with torch.inference_mode():
         x = torch.ones(1024, 512).t()
         work = dist.all_reduce(x, async_op=True)
-        computed_until(lambda: not mpi._live)
+        computed_until(lambda: not in_flight())
         finish(work)
     assert (x == world).all()
     leaf = torch.ones(3, requires_grad=True)
@@ -472,7 +479,7 @@ def check_inference_mode(rank: int, world: int) -> None:
 
 
 def check_futures(rank: int, world: int) -> None:
-    """A future is had at once, and completed by nobody's waiting; what follows from it runs then."""
+    """A future is available at once and completes without a wait. Its callbacks run then."""
     dist.barrier()
     late = rank == world - 1 and world > 1
     if late:
@@ -503,16 +510,16 @@ def check_futures(rank: int, world: int) -> None:
 
 
 def check_dropped_works(rank: int, world: int) -> None:
-    """What nobody waits for is finished all the same, and then let go."""
+    """Works that the program drops are completed and released."""
     x = torch.ones(1000, 3).t()
-    for _ in range(2 * mpi.CROWD):
+    for _ in range(2 * MAX_IN_FLIGHT):
         dist.all_reduce(torch.ones(100), async_op=True)
     dist.all_reduce(x, async_op=True)
     gc.collect()
     end = time.monotonic() + 20
-    while mpi._live and time.monotonic() < end:
+    while in_flight() and time.monotonic() < end:
         mpi.progress()
-    assert not mpi._live and (x == world).all()
+    assert not in_flight() and (x == world).all()
 
 
 def check_other_threads(rank: int, world: int) -> None:
@@ -525,17 +532,17 @@ def check_other_threads(rank: int, world: int) -> None:
 
 
 def check_errors(rank: int, world: int) -> None:
-    """Raised before any communication, on every rank; the next collective works."""
+    """Errors are raised on every rank before any communication, and the next collective works."""
     x, group = torch.ones(3), cast(mpi.MpiProcessGroup, dist.group.WORLD)
     wrong: list[tuple[str, Callable[[], object]]] = [
-        ("elements belong", lambda: dist.all_gather_single(x.new_empty(17), x)),
+        (f"expected a tensor of {3 * world} elements", lambda: dist.all_gather_single(x.new_empty(17), x)),
         ("one dtype", lambda: dist.reduce_scatter_single(x, x.double().repeat(world))),
-        ("elements belong", lambda: dist.reduce_scatter_single(x, x.new_empty(17))),
+        (f"expected a tensor of {3 * world} elements", lambda: dist.reduce_scatter_single(x, x.new_empty(17))),
         ("do not divide", lambda: dist.all_to_all_single(x, x, [3] * world + [1], [3] * world + [1])),
         ("cannot reduce torch.int64 by AVG", lambda: dist.all_reduce(x.long(), ReduceOp.AVG)),
         ("dense", lambda: group.allreduce([x.to_sparse()])),
         ("no rank 99", lambda: group.send([x], 99)),
-        ("works on bits", lambda: dist.all_reduce(x, ReduceOp.BOR)),
+        ("bitwise operation", lambda: dist.all_reduce(x, ReduceOp.BOR)),
     ]
     for message, call in wrong:
         try:
@@ -557,14 +564,14 @@ def check_messages_of_a_wrong_size(rank: int, world: int) -> None:
             work.wait()
         except dist.DistBackendError as error:
             assert f"recv from rank {(rank - 1) % world} of ranks" in str(error), error
-            assert size > 4 or "8 bytes came where shape (4,) of torch.float32 needs 16" in str(error), error
+            assert size > 4 or "received 8 bytes, but shape (4,) of torch.float32 has 16" in str(error), error
         else:
             raise AssertionError("no error")
     dist.barrier()
 
 
 def check_timeouts(rank: int, world: int) -> None:
-    """The error names the operation, the group and who is missing."""
+    """The error names the operation, the group and the missing ranks."""
     if world == 1:
         return
     group = dist.new_group(list(range(world)), timeout=timedelta(seconds=1))
@@ -574,7 +581,7 @@ def check_timeouts(rank: int, world: int) -> None:
             dist.all_reduce(torch.ones(3), group=group)
     except dist.DistBackendError as error:
         assert f"mpi allreduce of ranks {list(range(world))} not done after 1 s" in str(error), error
-        assert str(error).endswith(f"; not waiting in it: ranks [{last}]"), error
+        assert str(error).endswith(f"; ranks that have not joined it: [{last}]"), error
     else:
         assert rank == last
     dist.barrier()
@@ -592,9 +599,9 @@ def check_timeouts(rank: int, world: int) -> None:
         dist.send(torch.ones(1), 0, group=group)
     dist.barrier()
     end = time.monotonic() + 20
-    while mpi._live and time.monotonic() < end:
+    while in_flight() and time.monotonic() < end:
         mpi.progress()
-    assert not mpi._live
+    assert not in_flight()
 
 
 CHECKS: dict[str, Callable[[int, int], None]] = {
@@ -621,7 +628,7 @@ def test_check(world: int, check: str) -> None:
 @needs_mpi
 @pytest.mark.parametrize("world", WORLDS)
 def test_end(world: int) -> None:
-    """With operations nobody waited for, no crash and no message at the end."""
+    """No crash and no message at the end, with an operation in flight."""
     code, _, err = outcome(world)
     assert code == 0, err
     known = re.compile(r"distfx: |\[rank\d+\]:W")  # the second: DTensor's advice on redistribution
@@ -634,14 +641,14 @@ def test_import_starts_no_mpi() -> None:
 
 
 if __name__ == "__main__":
-    made = init(backend="mpi", timeout=30)
+    launch = init(backend="mpi", timeout=30)
     for name in sys.argv[1:] or CHECKS:
         try:
-            CHECKS[name](made.rank, made.world)
+            CHECKS[name](launch.rank, launch.world)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
             mpi.load().COMM_WORLD.Abort(1)
         sys.stdout.write(f"{name}:done\n")
         sys.stdout.flush()
-    dist.all_reduce(torch.ones(3), async_op=True)  # and leave
+    dist.all_reduce(torch.ones(3), async_op=True)  # still in flight at exit

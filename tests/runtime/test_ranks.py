@@ -1,4 +1,4 @@
-"""The pool of ranks itself: it must never hang, never lie about a failure, and leave nothing behind."""
+"""The pool of ranks: it must not hang, report failures correctly, and leave nothing behind."""
 
 import os
 import subprocess
@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from support import ranks
 from support.ranks import Failure, RankError, run, run_raises
+from test_launch import environment
 
 
 def is_alive(pid: int) -> bool:
-    """Zombies are not: they wait only for their parent to look."""
+    """Whether a process runs. Zombies do not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -42,7 +43,7 @@ def identity() -> tuple[int, int, int, int]:
 
 
 def dtensor_total() -> float:
-    """Exercises DTensor's cache, which would put results on the equal mesh of an earlier world."""
+    """Use DTensor's cache, which would return results on an equal mesh of an earlier world."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -59,7 +60,7 @@ def fail_on(rank: int) -> int:
     return dist.get_rank()
 
 
-def fail_alike() -> None:
+def fail_on_all() -> None:
     raise ValueError("grid axis 'h' has no dim to split")
 
 
@@ -118,7 +119,7 @@ def test_processes_are_kept_across_worlds() -> None:
     assert ranks.pids() == before
 
 
-def test_meshes_of_an_old_world_are_forgotten() -> None:
+def test_meshes_of_an_old_world_are_dropped() -> None:
     for world in (2, 4, 2, 1, 2):
         assert run(world, dtensor_total) == [56.0] * world
 
@@ -145,12 +146,12 @@ def test_one_rank_raises(world: int) -> None:
     assert "rank 1: ValueError: no such layout on rank 1" in text
     assert "in fail_on" in text and "test_ranks.py" in text
     assert list(caught.value.failures) == [1]
-    assert run(world, identity) == before, "nobody hung, so nobody need be killed"
+    assert run(world, identity) == before, "no rank hung, so none was killed"
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_all_ranks_raise_alike(world: int) -> None:
-    failures = run_raises(world, fail_alike)
+def test_all_ranks_raise_the_same(world: int) -> None:
+    failures = run_raises(world, fail_on_all)
     assert failures == [Failure("ValueError", "grid axis 'h' has no dim to split", "")] * world
     assert len(set(failures)) == 1
 
@@ -171,7 +172,7 @@ def test_one_rank_raises_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> N
     assert "rank 0: ValueError: no such layout on rank 0" in text
     assert "rank 1: Hung" in text and "in fail_while_others_wait" in text and "barrier" in text
     assert gone_within(1, before[:2])
-    assert ranks.pids() == before[2:], "who took no part lives on"
+    assert ranks.pids() == before[2:], "other workers are kept"
     assert [rank for rank, *_ in run(4, identity)] == [0, 1, 2, 3]
 
 
@@ -193,22 +194,22 @@ def test_a_rank_that_dies_is_reported_and_replaced() -> None:
     assert [rank for rank, *_ in run(2, identity)] == [0, 1]
 
 
-def test_a_result_that_cannot_travel_is_an_error_of_the_rank() -> None:
+def test_a_result_that_cannot_be_pickled_is_an_error_of_the_rank() -> None:
     with pytest.raises(RankError, match=r"rank 0: .*pickle"):
         run(1, unpicklable)
 
 
-def test_only_functions_of_modules_are_taken() -> None:
+def test_only_top_level_functions_are_accepted() -> None:
     def local() -> None: ...
 
     for fn in (local, lambda: None):
-        with pytest.raises(TypeError, match="at the level of a test module"):
+        with pytest.raises(TypeError, match="at the top level of a test module"):
             run(1, fn)
     with pytest.raises(ValueError, match="1 to 8 ranks"):
         run(9, identity)
 
 
-# The beginning and the end of workers.
+# Start and end of workers.
 
 
 def test_launcher_variables_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +239,9 @@ def test_ranks_die_with_their_parent() -> None:
         "print(*ranks.pids(), flush=True)\n"
         "ranks.run(2, test_ranks.nap, 1000, timeout=1000)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ranks.ROOT, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ranks.ROOT / "tests", env=environment(), stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     try:
         workers = [int(pid) for pid in parent.stdout.readline().split()]

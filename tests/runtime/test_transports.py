@@ -1,7 +1,7 @@
-"""One program, three ways to start it, two transports: the same numbers.
+"""One program computes the same numbers with three launchers and two transports.
 
-The exactness suite runs over gloo by default and over mpi with `pytest --transport mpi`; here is a sample of it over
-mpi, which is always run.
+The exactness suite runs over gloo by default and over mpi with `pytest --transport mpi`. This file always runs a
+sample of it over mpi.
 """
 
 import inspect
@@ -46,7 +46,7 @@ CASES = [(ranks_of(grid), test, {"grid": grid, **rest}) for test, grids, rest in
 
 @pytest.fixture(scope="module")
 def over_mpi() -> Iterator[None]:
-    """Ranks of mpiexec, ended when this file is done unless the whole run has them."""
+    """Use ranks of mpiexec, and end them after this file unless the whole run uses them."""
     with over("mpi"):
         yield
     if ranks.transport() != "mpi":
@@ -68,8 +68,8 @@ def test_these_ranks_are_over_mpi(over_mpi: None, world: int) -> None:
     "world, test, arguments", CASES, ids=[f"{test.__name__}-{arguments['grid']}" for _, test, arguments in CASES]
 )
 def test_exact_over_mpi(over_mpi: None, world: int, test: Callable[..., None], arguments: dict[str, Any]) -> None:
-    wanted = {"world": world} if "world" in inspect.signature(test).parameters else {}
-    test(**wanted, **arguments)
+    extra = {"world": world} if "world" in inspect.signature(test).parameters else {}
+    test(**extra, **arguments)
 
 
 def losses(command: Sequence[str]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Ranks for tests: one pool of processes, started when first needed, kept for the whole run, none left behind.
+"""Ranks for tests: a pool of processes that is started when first needed and ended with the test run.
 
     from support.ranks import run
 
@@ -9,13 +9,12 @@
     def test_it():
         assert run(2, double_everywhere, torch.ones(3))[1].sum() == 6
 
-The parent (pytest) and each worker share a pipe. A request is a pickled `(fn, args, kwargs)`, the answer the pickled
-result or a `Failure`. Making and leaving process groups are requests like any other. The workers are started afresh
-rather than forked from a warm process: each has its own hash seed, as ranks in the field do, so that a compiler which
-lets the order of a set decide fails here too.
+The parent (pytest) and each worker share a pipe. A request is a pickled `(fn, args, kwargs)`, the answer is the pickled
+result or a `Failure`. Workers create and destroy process groups by requests as well. They are new processes, not forks
+of one process, so each has its own hash seed, as real ranks do. A compiler that depends on the order of a set fails.
 
-`with over("mpi"):`, or `pytest --transport mpi` for the whole run, takes ranks of a second pool, which mpiexec starts
-and whose groups are of the `mpi` transport. There the fate of one rank is that of all: if one is killed, all are.
+`with over("mpi"):`, or `pytest --transport mpi` for the whole run, uses a second pool. mpiexec starts its ranks, and
+its process groups use the `mpi` transport. If one of these ranks is killed, mpiexec ends all of them.
 """
 
 import atexit
@@ -48,7 +47,7 @@ T = TypeVar("T")
 
 MAX_WORLD = 8
 START = 120.0  # seconds for a worker to import torch, on a busy machine
-RENEW = 20  # calls after which a process group is made anew
+RENEW = 20  # calls after which the process group is replaced
 GRACE = 5.0  # seconds that the other ranks get after the first failure
 COLLECTIVE = float(os.environ.get("DISTFX_TEST_TIMEOUT", 30))  # seconds until a hung collective raises by itself
 TRANSPORTS = ("gloo", "mpi")
@@ -67,7 +66,7 @@ LAUNCHER_NAMES = {
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank raised. Equal to another rank's when type and message are, whatever the traceback."""
+    """The exception of one rank. Two are equal if type and message are; the traceback does not count."""
 
     kind: str
     message: str
@@ -82,7 +81,7 @@ class Failure:
 
 
 class RankError(RuntimeError):
-    """Some ranks raised, died or hung; the text has the traceback or the stack of each."""
+    """Some ranks raised, died or hung. The text contains the traceback or the stack of each."""
 
     def __init__(self, what: str, failures: dict[int, Failure]):
         self.failures = failures
@@ -90,13 +89,13 @@ class RankError(RuntimeError):
         super().__init__("\n\n".join([what, *parts]))
 
 
-# What a user of this file calls.
+# The interface for tests.
 
 
 def run(world: int, fn: Callable[..., T], /, *args: Any, timeout: float = 60, **kwargs: Any) -> list[T]:
     """Call `fn(*args, **kwargs)` on ranks 0..world-1 of an initialised process group; one result per rank.
 
-    `fn` lies at the level of a module; results travel by plain pickle, so return plain tensors rather than DTensors.
+    `fn` is a function at the top level of a module. Results are pickled, so return plain tensors and no DTensors.
     Raises `RankError` if any rank raises, dies, or is not done after `timeout` seconds.
     """
     outcomes = _pools[_transport].call(world, fn, args, kwargs, timeout)
@@ -109,16 +108,16 @@ def run(world: int, fn: Callable[..., T], /, *args: Any, timeout: float = 60, **
 def run_raises(
     world: int, fn: Callable[..., object], /, *args: Any, timeout: float = 60, **kwargs: Any
 ) -> list[Failure | None]:
-    """As `run`, for tests of errors: what each rank raised, or None where it returned.
+    """Like `run`, for tests of errors: return the exception of each rank, or None if it returned.
 
-    A rank that died or hung is no answer: that still raises `RankError`.
+    Raises `RankError` if a rank died or hung.
     """
     outcomes = _pools[_transport].call(world, fn, args, kwargs, timeout)
     return [each if isinstance(each, Failure) else None for each in outcomes]
 
 
 def pids() -> list[int]:
-    """The process ids of the workers that are alive now, in the order of their ranks."""
+    """The process ids of the live workers, in rank order."""
     return [worker.pid for worker in _pools[_transport].workers]
 
 
@@ -130,12 +129,12 @@ def close(transport: str | None = None) -> None:
 
 
 def transport() -> str:
-    """The transport of the ranks that `run` takes now."""
+    """The transport that `run` uses."""
     return _transport
 
 
 def use(transport: str) -> None:
-    """From now on, take ranks of this transport."""
+    """From now on, use ranks of this transport."""
     global _transport
     assert transport in TRANSPORTS, transport
     _transport = transport
@@ -143,7 +142,7 @@ def use(transport: str) -> None:
 
 @contextlib.contextmanager
 def over(transport: str) -> Iterator[None]:
-    """Inside, take ranks of this transport."""
+    """Use ranks of this transport inside the block."""
     before = _transport
     use(transport)
     try:
@@ -152,7 +151,7 @@ def over(transport: str) -> Iterator[None]:
         use(before)
 
 
-# The parent's side.
+# The parent.
 
 
 class Worker:
@@ -180,7 +179,7 @@ class Worker:
         return self.process.returncode
 
     def stack(self) -> str:
-        """Where the worker is now, most recent call first: faulthandler answers even from inside a collective."""
+        """The Python stack of the worker, most recent call first. faulthandler works even inside a collective."""
         if self.ready and self.code(0) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
@@ -201,7 +200,7 @@ class Worker:
 
 
 def _program(call: str) -> list[str]:
-    """What a worker runs: a function of this file, with the modules that the parent sees."""
+    """The command of a worker: call a function of this file, with the module path of the parent."""
     paths = [*(str(ROOT / folder) for folder in FOLDERS), *sys.path]
     return [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; from support import ranks; ranks.{call}"]
 
@@ -211,7 +210,7 @@ def _environment() -> dict[str, str]:
 
 
 class Job:
-    """The processes that one mpiexec starts. They come to a socket and say who they are."""
+    """The processes of one mpiexec. They connect to a socket and send their rank and process id."""
 
     def __init__(self, size: int) -> None:
         self.folder = Path(tempfile.mkdtemp())
@@ -232,7 +231,7 @@ class Job:
             except BaseException:
                 self.end(0)
                 raise
-        ranks = [pickle.loads(pipe.recv_bytes()) for pipe in pipes]  # rank and process id of each
+        ranks = [pickle.loads(pipe.recv_bytes()) for pipe in pipes]  # (rank, process id) of each
         order = sorted(range(size), key=lambda i: ranks[i])
         self.workers = [MpiWorker(self, *ranks[i], pipes[i]) for i in order]
 
@@ -241,10 +240,10 @@ class Job:
         while self.process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 return Connection(listener.accept()[0].detach())
-        raise RankError(f"mpiexec ended with {self.process.poll()} before its ranks came", {})
+        raise RankError(f"mpiexec ended with {self.process.poll()} before its ranks connected", {})
 
     def end(self, patience: float) -> None:
-        """Wait for mpiexec, which waits for its ranks; then kill it, upon which its ranks die, too."""
+        """Wait for mpiexec, which waits for its ranks. Then kill it, which ends its ranks."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(patience)
         with contextlib.suppress(ProcessLookupError):
@@ -254,7 +253,7 @@ class Job:
 
 
 def _dying_with_parent() -> list[str]:
-    """Run the rest of a command line so that the kernel kills it when this process dies."""
+    """A prefix for commands: the kernel kills the command when this process dies."""
     code = f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {signal.SIGKILL:d}); "
     return [sys.executable, "-c", code + "os.execv(sys.argv[1], sys.argv[1:])"]
 
@@ -275,25 +274,25 @@ class MpiWorker(Worker):
 
 
 class Pool:
-    """The workers, and the one process group that some of them form at present.
+    """The workers, and the process group that some of them form.
 
-    The group is made anew only when the world changes, after a failure (messages of the failed call may still be under
-    way in the old one), and now and then: grids leave groups behind, whose threads wake up a hundred times a second.
+    The group is replaced when the world size changes, after a failure (messages of the failed call may still be in
+    flight), and after RENEW calls, because the threads of the subgroups that grids create wake up all the time.
     """
 
     backend = "gloo"
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
-        self.world = 0  # size of the present group; 0 when there is none
-        self.groups = 0  # how many there were: each meets in its own part of the store
-        self.calls = 0  # of the present one
+        self.world = 0  # size of the present group; 0 without a group
+        self.groups = 0  # number of groups so far; each has its own prefix in the store
+        self.calls = 0  # of the present group
         self.store: dist.TCPStore | None = None
 
     def call(
         self, world: int, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> list[Any]:
-        """The result or `Failure` of each rank. Ranks that gave neither are killed and raised about."""
+        """The result or `Failure` of each rank. If a rank returns neither, kill the ranks and raise."""
         if not 1 <= world <= MAX_WORLD:
             raise ValueError(f"world={world}: the pool has 1 to {MAX_WORLD} ranks")
         request = _request(fn, args, kwargs)
@@ -328,7 +327,7 @@ class Pool:
         requests = [_request(leave)] * len(self.workers)
         for rank in range(world):
             requests[rank] = _request(join, (self.backend, self.store.port, str(self.groups), rank, world))
-        outcomes = self._ask(self.workers, requests, 2 * COLLECTIVE, "making the process group")
+        outcomes = self._ask(self.workers, requests, 2 * COLLECTIVE, "creation of the process group")
         failures = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, Failure)}
         if failures:
             raise RankError(f"no process group of {world} ranks", failures)
@@ -337,7 +336,7 @@ class Pool:
     def _ask(self, workers: Sequence[Worker], requests: Sequence[bytes], timeout: float, what: str) -> list[Any]:
         """Send each worker its request, if any, and wait for one answer from each."""
         for worker, request in zip(workers, requests, strict=False):
-            with contextlib.suppress(OSError):  # a dead worker: seen below
+            with contextlib.suppress(OSError):  # the worker is dead, which is handled below
                 worker.pipe.send_bytes(request)
         answers: dict[int, Any] = {}
         lost: dict[int, Failure] = {}
@@ -363,11 +362,11 @@ class Pool:
         after = f"not done after {time.monotonic() - started:.1f} s"
         lost |= {rank: Failure("Hung", after, workers[rank].stack()) for rank in waiting.values()}
         failed = {rank: each for rank, each in answers.items() if isinstance(each, Failure)}
-        raise RankError(f"{what}: {len(lost)} of {len(workers)} ranks gave no answer", failed | lost)
+        raise RankError(f"{what}: {len(lost)} of {len(workers)} ranks did not answer", failed | lost)
 
     @contextlib.contextmanager
     def _killing(self, world: int) -> Iterator[None]:
-        """On any exception, an interrupt or pytest's own timeout too, kill the ranks: who knows where they are now."""
+        """On any exception, including interrupts and timeouts of pytest, kill the ranks: their state is unknown."""
         try:
             yield
         except BaseException:
@@ -375,18 +374,18 @@ class Pool:
             raise
 
     def _end(self, workers: Sequence[Worker], patience: float) -> None:
-        """End these workers, which breaks the present group; the next call starts as many as it needs."""
+        """End these workers and with them the process group. The next call starts new ones."""
         ended = list(workers)
         self.workers = [worker for worker in self.workers if worker not in ended]
         self.world = 0
         for worker in ended:
-            worker.pipe.close()  # all at once, so that they end side by side
+            worker.pipe.close()  # first close all, so that they end at the same time
         for worker in ended:
             worker.end(patience)
 
 
 class MpiPool(Pool):
-    """Ranks of one mpiexec, as many as may be needed: none can be started later, nor live on without the rest."""
+    """The ranks of one mpiexec, which start together and end together. So it starts as many as any test needs."""
 
     backend = "distfx_mpi"
 
@@ -407,27 +406,27 @@ def _name(fn: Callable[..., object]) -> str:
 
 
 def _request(fn: Callable[..., object], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bytes:
-    """Plain pickle, not that of multiprocessing: torch would send file descriptors of shared memory."""
+    """Pickle a call. The pickler of multiprocessing would send file descriptors of shared memory for tensors."""
     try:
         if getattr(fn, "__module__", None) == "__main__":
             raise pickle.PicklingError("it is defined in __main__")
         pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"ranks import the function they run by name, and cannot import {_name(fn)} ({error}): "
-            "define it with `def` at the level of a test module"
+            f"ranks import the function by name and cannot import {_name(fn)} ({error}): "
+            "define it with `def` at the top level of a test module"
         ) from None
     return pickle.dumps((fn, args, kwargs or {}))
 
 
-# The worker's side.
+# The worker.
 
 
 def serve(parent: int, pipe_fd: int, stacks_fd: int) -> None:
-    """Answer requests until the pipe ends; die with the parent even in the middle of one."""
+    """Answer requests until the pipe is closed. The kernel kills the worker when the parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        return  # the parent died before it could be watched
+        return  # the parent died before prctl was called
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     torch.set_num_threads(1)
     pipe = Connection(pipe_fd)
@@ -435,17 +434,20 @@ def serve(parent: int, pipe_fd: int, stacks_fd: int) -> None:
         pipe.send_bytes(pickle.dumps("ready"))
         while True:
             answer = _answer(pipe.recv_bytes())
-            sys.stdout.flush()  # what a rank printed belongs to the test that ran it
+            sys.stdout.flush()  # so that output appears in the test that printed it
             pipe.send_bytes(answer)
     leave()
 
 
 def serve_mpi(folder: str) -> None:
-    """The same for a rank that mpiexec has started; its parent is mpiexec's proxy."""
-    from mpi4py import MPI  # joins the others, by variables that are then hidden
+    """`serve` for a rank that mpiexec started. Its parent is the proxy of mpiexec."""
+    from mpi4py import MPI  # reads the launcher's variables, which are then hidden
 
     for name in [name for name in os.environ if name in LAUNCHER_NAMES or name.startswith(LAUNCHER_PREFIXES)]:
         del os.environ[name]
+    from distfx.runtime.comm import mpi
+
+    mpi.unlink_job_files()
     rank = MPI.COMM_WORLD.Get_rank()
     stacks = open(f"{folder}/stacks{rank}", "wb")  # noqa: SIM115 (it lives as long as the worker)
     meeting = socket.socket(socket.AF_UNIX)
@@ -458,14 +460,14 @@ def serve_mpi(folder: str) -> None:
 def _answer(request: bytes) -> bytes:
     try:
         fn, args, kwargs = pickle.loads(request)
-        torch.manual_seed(0)  # ranks draw alike, whatever they did before
+        torch.manual_seed(0)  # all ranks draw the same random numbers, whatever ran before
         return pickle.dumps(fn(*args, **kwargs))
-    except BaseException as error:  # pytest.fail, SystemExit, ...: whatever it is, the parent must hear of it
+    except BaseException as error:  # also pytest.fail and SystemExit: the parent reports all of them
         return pickle.dumps(Failure.of(error))
 
 
 def join(backend: str, port: int, prefix: str, rank: int, world: int) -> None:
-    """Leave the old process group, if any, and enter the new one."""
+    """Destroy the old process group, if any, and join the new one."""
     leave()
     prepare(backend)
     store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
@@ -473,7 +475,7 @@ def join(backend: str, port: int, prefix: str, rank: int, world: int) -> None:
 
 
 def prepare(backend: str) -> None:
-    """The place to make a backend known that torch does not have."""
+    """Register the backend if torch does not have it."""
     if backend != "gloo":
         from distfx.runtime.comm import mpi
 
@@ -481,7 +483,7 @@ def prepare(backend: str) -> None:
 
 
 def leave() -> None:
-    """Drop the process group and everything that remembers its meshes: equal meshes of another group are not these."""
+    """Destroy the process group and clear the caches of its meshes: an equal mesh may follow in another group."""
     if not dist.is_initialized():
         return
     groups = sys.modules.get("distfx.runtime.comm.groups")
@@ -494,5 +496,5 @@ def leave() -> None:
         _clear_sharding_prop_cache()
         _redistribute.clear_redistribute_planner_cache()
         _redistribute._gen_transform_infos.cache_clear()
-    gc.collect()  # models, whose meshes keep groups and their threads alive
+    gc.collect()  # models refer to meshes, which keep groups and their threads alive
     dist.destroy_process_group()

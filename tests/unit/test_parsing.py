@@ -29,7 +29,7 @@ from distfx.ir.expressions import MAX_DEGREE, MAX_DEPTH, MAX_DIGITS, MAX_LENGTH,
 from distfx.ir.layout import Layout, Split, Window
 from distfx.ir.symbolic import Size, ceildiv, evaluate, floordiv, maximum, minimum, parse_size, show, size_of
 from distfx.report.plan import Plan, PlanRow
-from distfx.runtime.comm import launch
+from distfx.runtime.comm import detect
 from distfx.runtime.comm.launch import expand_nodelist
 
 PACKAGE = Path(distfx.__file__).parent
@@ -643,13 +643,13 @@ def test_large_node_lists_are_refused_quickly(nodes: str) -> None:
 )
 def test_errors_of_environment_variables(env: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        launch._find(env, None)
+        detect.detect(env, None)
     assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize("value", ["", "0", "1"])
 def test_flags(value: str) -> None:
-    assert launch._find(dict.fromkeys(launch.FLAGS, value), None).launcher == "single"
+    assert detect.detect(dict.fromkeys(detect.FLAGS, value), None).launcher == "single"
 
 
 # -- the package itself

@@ -1,4 +1,4 @@
-"""Ranks agree before they communicate: what each was given is compared, and if it differs all of them raise."""
+"""Agreement between ranks: compare their arguments before they communicate, and raise on all ranks if they differ."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["agree", "compare_values", "digest", "host_group", "next_number", "ra
 T = TypeVar("T")
 
 _host: tuple[Any, Any] | None = None
-_given = 0
+_last_number = 0
 
 
 def host_group() -> Any:
-    """The process group of all ranks for the few numbers that they compare on the host, which NCCL does not carry.
+    """The process group of all ranks for small CPU tensors, which NCCL cannot send.
 
-    Of a program that made its group for GPUs alone a second one is made: all ranks must call this first together.
+    If the default group is for GPUs only, create a gloo group. So all ranks must make their first call together.
     """
     global _host
     world = dist.group.WORLD
@@ -45,55 +45,55 @@ def digest(text: str) -> int:
 
 
 def agree(world: int, what: str, mine: str, flags: int = 0) -> int:
-    """Raise on every rank if ``mine`` is not the same text on all of them. One message of 16 bytes if it is.
+    """Raise on every rank if ``mine`` is not the same text on all of them. Costs one message of 16 bytes if it is.
 
-    Gives those bits of ``flags`` (62 at most) that are set on every rank.
+    Return the bits of ``flags`` (62 at most) that are set on every rank.
     """
     if world == 1:
         return flags
-    own = torch.tensor([digest(mine), flags], dtype=torch.int64)
-    every = torch.empty(2 * world, dtype=torch.int64)
+    message = torch.tensor([digest(mine), flags], dtype=torch.int64)
+    messages = torch.empty(2 * world, dtype=torch.int64)
     texts: list[Any] = [None] * world
     with CommunicationScope(f"comparison of the ranks' {what}"):
         group = host_group()
-        dist.all_gather_single(every, own, group=group)
-        digests, given = every[::2].tolist(), every[1::2].tolist()
+        dist.all_gather_single(messages, message, group=group)
+        digests, flags_of_ranks = messages[::2].tolist(), messages[1::2].tolist()
         if len(set(digests)) == 1:
-            return reduce(operator.and_, given)
+            return reduce(operator.and_, flags_of_ranks)
         dist.all_gather_object(texts, mine, group=group)
     raise RankMismatchError(_difference(what, texts))
 
 
 def _difference(what: str, texts: list[str]) -> str:
-    """Which ranks differ in what: the first line in which their texts differ."""
+    """The first line in which the texts differ, with the ranks that have each version."""
     groups: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         groups.setdefault(text, []).append(rank)
-    lines = [text.splitlines() for text in groups]
+    versions = [text.splitlines() for text in groups]
     shown = []
-    longest = max(len(text) for text in lines)
-    differs = next((i for i in range(longest) if len({tuple(t[i : i + 1]) for t in lines}) > 1), 0)
-    for facts, ranks in zip(lines, groups.values(), strict=True):
+    longest = max(len(lines) for lines in versions)
+    first = next((i for i in range(longest) if len({tuple(lines[i : i + 1]) for lines in versions}) > 1), 0)
+    for lines, ranks in zip(versions, groups.values(), strict=True):
         who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
-        shown.append(f"  {who}: {facts[differs] if differs < len(facts) else '(nothing more)'}")
+        shown.append(f"  {who}: {lines[first] if first < len(lines) else '(nothing more)'}")
     return f"the ranks were given different {what}:\n" + "\n".join(shown)
 
 
 def next_number(world: int) -> int:
-    """A number that no rank has had before, the same on all: for what they make together."""
-    global _given
-    number = torch.tensor([_given + 1], dtype=torch.int64)
+    """A number that is new and the same on all ranks, to name an object that they create together."""
+    global _last_number
+    number = torch.tensor([_last_number + 1], dtype=torch.int64)
     if world > 1:
-        with CommunicationScope("numbering of what the ranks make together"):
+        with CommunicationScope("numbering of a parallel module"):
             dist.all_reduce(number, op=dist.ReduceOp.MAX, group=host_group())
-    _given = int(number)
-    return _given
+    _last_number = int(number)
+    return _last_number
 
 
 def compare_values(world: int, inputs: Mapping[str, Tensor], problem: Callable[[str], None] | None = None) -> None:
-    """Raise on all ranks if they were given other values of what is one global tensor: loaders may shuffle for each.
+    """Raise on all ranks if their values of a global tensor differ, as when data loaders shuffle independently.
 
-    With ``problem``, call it with what would have been raised.
+    With ``problem``, call it with the message instead.
     """
     if world == 1 or not inputs:
         return
@@ -108,24 +108,24 @@ def compare_values(world: int, inputs: Mapping[str, Tensor], problem: Callable[[
 
 
 def _checksum(value: Tensor) -> str:
-    step = max(1, value.numel() >> 24)  # of some gigabytes not every element
+    step = max(1, value.numel() >> 24)  # a sample of very large tensors
     data: Any = value.detach().flatten()[::step].cpu().contiguous().view(torch.uint8).numpy()
     return hashlib.blake2b(data, digest_size=4).hexdigest()
 
 
 def raise_on_all_ranks(world: int, make: Callable[[], T]) -> T:
-    """What ``make`` gives; raises on every rank if it fails on any."""
-    made, problem = None, None
+    """Return the result of ``make``. Raise on every rank if it fails on any."""
+    result, problem = None, None
     try:
-        made = make()
+        result = make()
     except Exception as error:
         problem = error
     _agree_on_outcome(world, problem)
-    return cast(T, made)
+    return cast(T, result)
 
 
 def _agree_on_outcome(world: int, error: Exception | None) -> None:
-    """Raise on every rank if any of them failed: its own error where it did, the others' words elsewhere."""
+    """Raise on every rank if any of them failed: a rank's own error, or else the message of another rank."""
     if world > 1:
         failed = torch.tensor([error is not None], dtype=torch.int64)
         texts: list[Any] = [None] * world
@@ -133,10 +133,10 @@ def _agree_on_outcome(world: int, error: Exception | None) -> None:
             group = host_group()
             dist.all_reduce(failed, group=group)
             if int(failed) and int(failed) != world:
-                said_here = None if error is None else f"{type(error).__name__}: {error}"
-                dist.all_gather_object(texts, said_here, group=group)
-        said = [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text is not None]
-        if said and error is None:
-            raise DistfxError(said[0])
+                text = None if error is None else f"{type(error).__name__}: {error}"
+                dist.all_gather_object(texts, text, group=group)
+        messages = [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text is not None]
+        if messages and error is None:
+            raise DistfxError(messages[0])
     if error is not None:
         raise error

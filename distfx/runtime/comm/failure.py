@@ -1,76 +1,77 @@
-"""When communication fails: what was under way, and which ranks are the cause.
+"""Error reports for failed communication: which operation failed, and which ranks are the cause.
 
-A rank that gets no answer knows only that. So each that fails says so in the store where the ranks met, waits a moment
-for the others to do the same, and names those of which nothing was heard: they died, were stopped, or are busy with
-something else. A rank that ends by an exception of its own leaves its words there, too.
+A rank whose operation fails does not know why. So it publishes its status (:mod:`distfx.runtime.comm.status`), waits
+a moment for the other ranks to do the same, and names those that did not: they are dead, stopped, or busy elsewhere.
+A rank that ends by an exception publishes its message. For ranks on the same machine,
+:mod:`distfx.runtime.comm.processes` tells whether they are dead or stopped.
 
-Of a silent rank on the same machine more can be said: each leaves its process id at the start, so the system tells
-whether it is dead or stopped. A stopped one would outlive the job, for a launcher's SIGTERM does not reach it until it
-goes on: the survivors ask it to end, and wake it.
-
-Nothing here runs while all is well: :class:`CommunicationScope` is a ``try`` with a name.
+Nothing here runs as long as communication works: :class:`CommunicationScope` is a ``try`` with a description.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from distfx.errors import CommunicationError, log_to_stderr
+from distfx.runtime.comm import status
+from distfx.runtime.comm.processes import ALL_RANKS_LIMIT, end_stopped_ranks, find_unresponsive
+from distfx.runtime.comm.status import Status, call_with_timeout
 
 if TYPE_CHECKING:
     from distfx.grid import Segment
 
-__all__ = ["CommunicationScope", "all_left", "announce", "announce_uncaught", "broken", "explain", "introduce", "leave"]
+__all__ = [
+    "CommunicationScope",
+    "announce_exception",
+    "announce_exit",
+    "announce_uncaught_exceptions",
+    "explain",
+    "has_failed",
+    "wait_for_exit_of_all",
+]
 
-T = TypeVar("T")
+REPORT_GRACE = 2.0  # seconds that a rank waits for the status of the others
+EXIT_TIMEOUT = 5  # seconds after which a process whose communication failed is ended by force
+TEXT_LIMIT = 2000  # characters of a published status
 
-GRACE = 2.0  # seconds that a rank in trouble gives the others to report
-ANSWER = 3.0  # seconds in which the store answers, or the rank that keeps it is gone
-END = 5  # seconds in which a process whose communication has failed must have ended
-MANY = 64  # in larger worlds, only the segment's ranks are asked for
-KEY = "distfx/trouble/"
-PROCESS = "distfx/process/"
-
-_broken = False
-_ended = False  # from outside, by a signal
+_has_failed = False
+_ended_by_signal = False
 
 
-def broken() -> bool:
-    """Whether communication has failed in this process: there is no orderly way to leave a process group then."""
-    return _broken
+def has_failed() -> bool:
+    """Whether communication has failed in this process. If so, process groups cannot be left in an orderly way."""
+    return _has_failed
 
 
 @dataclass(slots=True, eq=False)
 class CommunicationScope:
-    """``with During(...)``: a failure to communicate inside becomes a :class:`CommunicationError` that says where.
+    """Context manager that turns a transport error inside it into a :class:`CommunicationError` with a description.
 
-    Other errors stay what they are, and get a note that says where.
+    Other errors are raised unchanged, with a note that contains the description.
     """
 
     what: str
     """The move or the collective."""
     node: str = ""
     path: str | None = None
-    """The module path of the layer that it serves."""
+    """The module path of the layer that needs it."""
     segment: Segment | None = None
-    """The ranks that take part; ``None``: all."""
+    """The ranks that take part; ``None`` for all."""
     phase: str = ""
 
     def __enter__(self) -> CommunicationScope:
@@ -81,7 +82,7 @@ class CommunicationScope:
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, CommunicationError) or not dist.is_initialized():
             return
-        if _of_transport(error):
+        if _is_transport_error(error):
             raise CommunicationError(_report(str(self), self.members, error)) from error
         error.add_note(f"on rank {dist.get_rank()}, during {self}")
 
@@ -94,67 +95,63 @@ class CommunicationScope:
         layer = f" for {self.node}" if self.node else ""
         path = f" [{self.path}]" if self.path else ""
         phase = f", {self.phase}" if self.phase else ""
-        return f"{self.what}{axes}{layer}{path}{phase}, {_ranks(self.members)}"
+        return f"{self.what}{axes}{layer}{path}{phase}, {_list_ranks(self.members)}"
 
 
 def explain(error: BaseException) -> None:
-    """Say in a note to ``error`` what is known of the other ranks, if they are to blame for it."""
-    if _told(error) or not _of_transport(error):
+    """Add a note with the state of the other ranks to ``error``, if it is a transport error without a report."""
+    if _needs_no_report(error) or not _is_transport_error(error):
         return
-    error.add_note(f"distfx: {_report(_place(error), range(dist.get_world_size()), error)}")
+    error.add_note(f"distfx: {_report(_locate(error), range(dist.get_world_size()), error)}")
 
 
-def announce(error: BaseException) -> None:
-    """Tell the other ranks that this one ends by ``error``; not if it is ended from outside: that is not the cause."""
-    global _ended
-    _ended = _ended or isinstance(error, SignalException)
-    if _ended or _told(error) or _of_transport(error):
+def announce_exception(error: BaseException) -> None:
+    """Publish that this rank fails by ``error``, unless a signal ended it: then it is not the cause."""
+    global _ended_by_signal
+    _ended_by_signal = _ended_by_signal or isinstance(error, SignalException)
+    if _ended_by_signal or _needs_no_report(error) or _is_transport_error(error):
         return
     with contextlib.suppress(Exception):
         text = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-        _within(ANSWER, lambda: _tell(_store(), "failed", text[:2000]))
+        call_with_timeout(lambda: status.publish(Status("failed", text[:TEXT_LIMIT])))
 
 
-def _told(error: BaseException) -> bool:
-    """Whether the others know of ``error``, or there are none."""
-    return isinstance(error, CommunicationError) or not dist.is_initialized() or dist.get_world_size() == 1
+def announce_uncaught_exceptions(hosts_store: bool) -> None:
+    """From now on, publish uncaught exceptions after their traceback is printed.
 
-
-def announce_uncaught(keeps_store: bool) -> None:
-    """From now on an exception that nobody catches is told to the other ranks; after its own message is printed.
-
-    ``keeps_store``: this process is where the others look; it stays until they have had time to.
+    ``hosts_store``: the other ranks read reports from this process, so after a failure it stays until they had time to.
     """
-    previous = sys.excepthook
+    previous_hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        explain(error)  # first, so that all is printed at once: mpiexec may end the job at the next thing it reads
-        previous(kind, error, trace)
+        explain(error)  # before printing, because mpiexec may end the job after the first line that it reads
+        previous_hook(kind, error, trace)
         sys.stdout.flush()
         sys.stderr.flush()
-        announce(error)
-        if keeps_store and _broken:
-            time.sleep(GRACE)
+        announce_exception(error)
+        if hosts_store and _has_failed:
+            time.sleep(REPORT_GRACE)
 
     sys.excepthook = hook
 
 
-def leave() -> None:
-    """Tell the other ranks, at the end of the program, that this one will not come any more."""
+def announce_exit() -> None:
+    """Publish that this rank has reached the end of the program, unless it has reported something else."""
     with contextlib.suppress(Exception):
-        store = _store()
-        if not _broken and not _ended and not store.check([_key(dist.get_rank())]):
-            _tell(store, "left", "has ended")
+        if not _has_failed and not _ended_by_signal and not status.read([dist.get_rank()]):
+            status.publish(Status("exited", "has reached the end of the program"))
 
 
-def all_left(seconds: float) -> bool:
-    """Whether all ranks come to the end of the program, too, while this one waits there."""
-    leave()
-    end = time.monotonic() + seconds
+def wait_for_exit_of_all(seconds: float) -> bool:
+    """Announce the exit of this rank and wait for the others. Return whether all came within ``seconds``."""
+    announce_exit()
+    deadline = time.monotonic() + seconds
     with contextlib.suppress(Exception):
-        keys = [_key(rank) for rank in range(dist.get_world_size())]
-        while time.monotonic() < end:
-            if _within(ANSWER, lambda: _store().check(keys)):
+        world = dist.get_world_size()
+        while time.monotonic() < deadline:
+            if call_with_timeout(status.count_reports) >= world and (
+                len(call_with_timeout(lambda: status.read(range(world)))) == world
+            ):
                 return True
             time.sleep(0.05)
     return False
@@ -164,76 +161,81 @@ def all_left(seconds: float) -> bool:
 
 
 def _report(where: str, members: Sequence[int], error: BaseException) -> str:
-    """What failed on this rank, and what the others say of it."""
-    _break()
-    me, world = dist.get_rank(), dist.get_world_size()
-    first = str(error).strip().partition("\n")[0]
-    with _until_told() as told:
-        asked = range(world) if world <= MANY else members
+    """Describe the failure on this rank and the state of the other ranks."""
+    _mark_failed()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first_line = str(error).strip().partition("\n")[0]
+    with _defer_sigterm() as sigterm:
+        candidates = range(world) if world <= ALL_RANKS_LIMIT else members
         try:
-            found = _states(asked)  # before another rank wakes and ends those that are stopped
-            known = _ask(me, where, members, asked, told)
-            peers = _blame(me, members, known, found)
+            unresponsive = find_unresponsive(candidates)  # before another rank wakes and ends those that are stopped
+            reports = _collect_reports(where, members, candidates, unresponsive, sigterm)
+            peers = _describe_peers(rank, members, reports, unresponsive)
         except Exception:
-            known = {}
-            peers = "the store where the ranks met does not answer: rank 0, or the launcher that keeps it, is gone"
-            if 0 in (states := _states([0])):
-                peers += f" ({states[0]})"
+            reports = {}
+            peers = "the store does not answer: rank 0, or the launcher that hosts the store, is gone"
+            if state := find_unresponsive([0]).get(0):
+                peers += f" ({state})"
         where += f" failed{f' with rank {peer}' if (peer := getattr(error, 'peer', None)) is not None else ''}"
-        text = f"rank {me}: {where}: {peers}\n  {type(error).__name__}: {first}"
-        if known:
+        text = f"rank {rank}: {where}: {peers}\n  {type(error).__name__}: {first_line}"
+        if reports:
             with contextlib.suppress(Exception):
-                _within(ANSWER, lambda: _tell(_store(), "waits", f"{where}: {peers}"[:2000]))
-        if told.is_set():
+                call_with_timeout(lambda: status.publish(Status("waiting", f"{where}: {peers}"[:TEXT_LIMIT])))
+        if sigterm.is_set():
             log_to_stderr(text)
     return text
 
 
-def _ask(
-    me: int, where: str, members: Sequence[int], asked: Sequence[int], told: threading.Event
-) -> dict[int, tuple[str, str]]:
-    """What each rank has said, as soon as all members have, or after the grace."""
-    store = _store()
-    known = {me: ("waits", where)}
-    _within(ANSWER, lambda: _tell(store, "waits", where))
-    end = time.monotonic() + GRACE
+def _collect_reports(
+    where: str,
+    members: Sequence[int],
+    candidates: Sequence[int],
+    unresponsive: Mapping[int, str],
+    sigterm: threading.Event,
+) -> dict[int, Status]:
+    """Publish that this rank waits, and read reports until all responsive members have made one, or time is up."""
+    mine = Status("waiting", where)
+    reports = {dist.get_rank(): mine}
+    call_with_timeout(lambda: status.publish(mine))
+    deadline = time.monotonic() + REPORT_GRACE
     while True:
-        late = time.monotonic() > end or told.is_set()
-        rest = [rank for rank in asked if rank not in known]
-        known |= _within(ANSWER, partial(_heard, store, rest))
-        if late or all(rank in known for rank in members):
-            return known
-        told.wait(0.05)
+        last_round = time.monotonic() > deadline or sigterm.is_set()
+        missing = [rank for rank in candidates if rank not in reports]
+        reports |= call_with_timeout(lambda missing=missing: status.read(missing))  # type: ignore[misc]
+        if last_round or all(rank in reports or rank in unresponsive for rank in members):
+            return reports
+        sigterm.wait(0.05)
 
 
-def _blame(
-    me: int, members: Sequence[int], known: dict[int, tuple[str, str]], found: dict[int, str] | None = None
+def _describe_peers(
+    rank: int, members: Sequence[int], reports: Mapping[int, Status], unresponsive: Mapping[int, str]
 ) -> str:
-    """In one sentence each: the ranks that failed by themselves, those that are silent, those that wait as well.
+    """Name the ranks that failed or exited, then those that do not answer, then those that wait as well.
 
-    ``found``: how processes were when the trouble began.
+    ``unresponsive`` has the states of processes when the failure was noticed.
     """
-    said = [f"rank {rank} failed: {text}" for rank, (kind, text) in known.items() if kind == "failed"]
-    said += [f"rank {rank} {text}" for rank, (kind, text) in known.items() if kind == "left"]
-    silent = [rank for rank in members if rank not in known]
-    states = _states(silent) | {rank: state for rank, state in (found or {}).items() if rank in silent}
+    parts = [f"rank {peer} failed: {text}" for peer, (kind, text) in reports.items() if kind == "failed"]
+    parts += [f"rank {peer} {text}" for peer, (kind, text) in reports.items() if kind == "exited"]
+    dead = {peer: text for peer, (kind, text) in reports.items() if kind == "dead"}
+    silent = [peer for peer in members if peer not in reports or peer in dead]
+    states = find_unresponsive(silent) | dead | {peer: unresponsive[peer] for peer in silent if peer in unresponsive}
     for state in dict.fromkeys(states.values()):
-        said.append(f"no word from {_ranks([rank for rank in silent if states.get(rank) == state])}: {state}")
-    if rest := [rank for rank in silent if rank not in states]:
-        said.append(f"no word from {_ranks(rest)}: dead, stopped, or waiting for another")
-    waiting = {rank: text for rank, (kind, text) in known.items() if kind == "waits" and rank != me}
-    if waiting and not said:
-        said.append("no rank is missing; " + "; ".join(f"rank {rank}: {text}" for rank, text in waiting.items()))
-    return "; ".join(said) or "the cause is not known"
+        parts.append(f"no answer from {_list_ranks([peer for peer in silent if states.get(peer) == state])}: {state}")
+    if rest := [peer for peer in silent if peer not in states]:
+        parts.append(f"no answer from {_list_ranks(rest)}: dead, stopped, or waiting for another rank")
+    waiting = {peer: text for peer, (kind, text) in reports.items() if kind == "waiting" and peer != rank}
+    if waiting and not parts:
+        parts.append("no rank is missing; " + "; ".join(f"rank {peer}: {text}" for peer, text in waiting.items()))
+    return "; ".join(parts) or "the cause is unknown"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-def _of_transport(error: BaseException) -> bool:
-    """Whether an error comes from the means of communication: gloo has no type of its own for its errors."""
+def _is_transport_error(error: BaseException) -> bool:
+    """Whether an error comes from torch.distributed, MPI or gloo, whose errors are plain ``RuntimeError``."""
     return (
         isinstance(error, dist.DistError)
         or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
@@ -241,174 +243,63 @@ def _of_transport(error: BaseException) -> bool:
     )
 
 
-def _place(error: BaseException) -> str:
-    """Which call of torch's failed, and where the program made it: of a checkpoint, a DTensor, the program's own."""
-    ours, torchs = Path(__file__).resolve().parents[2], Path(dist.__file__).resolve().parent
-    caller, called, innermost = "", "", "a collective"
+def _needs_no_report(error: BaseException) -> bool:
+    """Whether the other ranks know of ``error`` already, or there are none."""
+    return isinstance(error, CommunicationError) or not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _locate(error: BaseException) -> str:
+    """Name the collective that failed, the torch function that called it, and the line of the program."""
+    package, torch_distributed = Path(__file__).resolve().parents[2], Path(dist.__file__).resolve().parent
+    caller, function, collective = "", "", "a collective"
     for frame, line in traceback.walk_tb(error.__traceback__):
         code, module = frame.f_code, str(frame.f_globals.get("__name__"))
-        if not code.co_filename.startswith(str(torchs)):
-            if not called and not code.co_filename.startswith(str(ours)):
+        if not code.co_filename.startswith(str(torch_distributed)):
+            if not function and not code.co_filename.startswith(str(package)):
                 caller = f"{os.path.basename(code.co_filename)}:{line}"
         elif code.co_name not in ("wrapper", "inner", "inner_func"):  # of decorators
-            called = called or f"{module}.{code.co_name}"
+            function = function or f"{module}.{code.co_name}"
             if module == "torch.distributed.distributed_c10d":
-                innermost = code.co_name
-    if called.endswith(f".{innermost}"):
-        return f"{innermost} at {caller}"
-    return f"{innermost} in {called} at {caller}" if called else innermost
+                collective = code.co_name
+    if function.endswith(f".{collective}"):
+        return f"{collective} at {caller}"
+    return f"{collective} in {function} at {caller}" if function else collective
 
 
-# -------------------------------------------------------------------------------------------------- the store
+# ---------------------------------------------------------------------------------------------------- the exit
 
 
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+def _mark_failed() -> None:
+    """From now on, make sure that the process ends: threads of a transport may wait for ever for lost peers."""
+    global _has_failed
+    if not _has_failed:
+        _has_failed = True
+        atexit.register(_limit_exit_time)
 
 
-def _key(rank: int) -> str:
-    return f"{KEY}{rank}"
-
-
-def _tell(store: dist.Store, kind: str, text: str) -> None:
-    store.set(_key(dist.get_rank()), json.dumps([kind, text]))
-
-
-def _heard(store: dist.Store, ranks: Sequence[int]) -> dict[int, tuple[str, str]]:
-    found = {}
-    for rank in ranks:
-        if store.check([_key(rank)]):
-            kind, text = json.loads(store.get(_key(rank)))
-            found[rank] = (kind, text)
-    return found
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of a call that may never return: the store waits for ever for a process that was stopped."""
-    result: list[T] = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            result.append(call())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not result:
-        raise TimeoutError
-    return result[0]
-
-
-# ---------------------------------------------------------------------------------------------------- processes
-
-
-@dataclass(frozen=True)
-class _Process:
-    """A rank's process: its machine (since this boot, in this namespace of ids), its id, when it was started."""
-
-    node: str
-    pid: int
-    born: str
-
-
-_processes: dict[int, _Process] = {}
-"""Those that are known here."""
-
-
-def introduce() -> None:
-    """Leave word of this process for the others. That of rank 0 is read at once: it may keep the store."""
-    _processes.clear()
-    if node := _node():
-        me = [node, os.getpid(), _stat(os.getpid())[1]]
-        _store().set(f"{PROCESS}{dist.get_rank()}", json.dumps(me))
-        _meet([0], wait=True)
-
-
-@cache
-def _node() -> str:
-    """Where process ids mean the same; empty where the system does not tell."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    return ""
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """State and time of start of a process, as the kernel has them; ``("", "")`` if there is none."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], fields[19]
-    return "", ""
-
-
-def _meet(ranks: Sequence[int], wait: bool = False) -> None:
-    """Learn of the processes of ``ranks``, as far as they can be known."""
-    store = _store()
-    for rank in ranks:
-        if rank not in _processes and (wait or store.check([f"{PROCESS}{rank}"])):
-            _processes[rank] = _Process(*json.loads(store.get(f"{PROCESS}{rank}")))
-
-
-def _states(ranks: Sequence[int]) -> dict[int, str]:
-    """Of those ranks that are on this machine, and dead or stopped: which."""
+def _limit_exit_time() -> None:
     with contextlib.suppress(Exception):
-        _within(ANSWER, lambda: _meet(ranks))
-    found = {}
-    for rank in ranks:
-        if rank in _processes and _processes[rank].node == _node():
-            pid = _processes[rank].pid
-            state, born = _stat(pid)
-            if state in ("", "Z", "X") or born != _processes[rank].born:
-                found[rank] = f"process {pid} is dead"
-            elif state == "T":
-                found[rank] = f"process {pid} is stopped"
-    return found
-
-
-def _end_stopped() -> None:
-    """Ask ranks on this machine that are stopped to end, and wake them."""
-    world = dist.get_world_size()
-    for rank, state in _states(range(world) if world <= MANY else [*_processes]).items():
-        if state.endswith("stopped"):
-            for sign in (signal.SIGTERM, signal.SIGCONT):
-                with contextlib.suppress(OSError):
-                    os.kill(_processes[rank].pid, sign)
-
-
-# ---------------------------------------------------------------------------------------------------- the end
-
-
-def _break() -> None:
-    """From now on the process ends quickly: threads of a transport may wait for ever for peers that are gone."""
-    global _broken
-    if not _broken:
-        _broken = True
-        atexit.register(_hurry)
-
-
-def _hurry() -> None:
-    with contextlib.suppress(Exception):
-        _end_stopped()
+        end_stopped_ranks()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(END)
+        signal.alarm(EXIT_TIMEOUT)
 
 
 @contextlib.contextmanager
-def _until_told() -> Iterator[threading.Event]:
-    """Inside, a launcher's SIGTERM only sets the event; afterwards it has its effect. So that the message gets out."""
-    told = threading.Event()
+def _defer_sigterm() -> Iterator[threading.Event]:
+    """Delay a launcher's SIGTERM until the end of the block, so that the report gets out. SIGTERM sets the event."""
+    received = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield told
+        yield received
         return
 
-    def tell(number: int, frame: FrameType | None) -> None:
-        told.set()
+    def note(number: int, frame: FrameType | None) -> None:
+        received.set()
 
-    before: Any = signal.signal(signal.SIGTERM, tell)
+    previous: Any = signal.signal(signal.SIGTERM, note)
     try:
-        yield told
+        yield received
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
-        if told.is_set():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+        if received.is_set():
             os.kill(os.getpid(), signal.SIGTERM)

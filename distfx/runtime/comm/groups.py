@@ -1,7 +1,7 @@
-"""Meshes and process groups of grids, made once and kept.
+"""Caches of the device meshes and process groups of grids.
 
-A segment's group is keyed by its set of ranks, whatever axes and grids lead to it, and is warmed by one collective: the
-first point-to-point call of a cold group would need all its ranks.
+The key of a segment's group is its set of ranks, so grids share groups. A new group runs one collective, because the
+first point-to-point call of a group would otherwise need all its ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["clear"]
 
 
 class _Groups:
-    """The processes behind grids: implements :class:`distfx.grid.Processes`."""
+    """Implementation of :class:`distfx.grid.Processes` on ``torch.distributed``."""
 
     def __init__(self) -> None:
         self.groups: dict[frozenset[int], Any] = {}
@@ -39,8 +39,8 @@ class _Groups:
         self.meshes.clear()
         self.world = None
 
-    def _use_present_world(self) -> None:
-        """Drop what belongs to an earlier default process group: a program may destroy one and make another."""
+    def _discard_stale_caches(self) -> None:
+        """Clear the caches if the program has destroyed the default process group and created another."""
         if self.world is not dist.group.WORLD:
             self.clear()
             self.world = dist.group.WORLD
@@ -55,11 +55,11 @@ class _Groups:
         return torch.device(device_type, torch.cuda.current_device())
 
     def adopt_mesh(self, grid: Grid, mesh: DeviceMesh) -> None:
-        self._use_present_world()
+        self._discard_stale_caches()
         self.meshes[_key(grid)] = mesh
 
     def mesh(self, grid: Grid) -> DeviceMesh:
-        self._use_present_world()
+        self._discard_stale_caches()
         key = _key(grid)
         if key not in self.meshes:
             axes = grid.axes or {"n": 1}
@@ -71,7 +71,7 @@ class _Groups:
         split = tuple(axis for axis in grid.axes if is_channel_axis(axis))
         if len(grid.axes) < 2 or len(split) == len(grid.axes):
             return grid.mesh
-        self._use_present_world()
+        self._discard_stale_caches()
         key = (*_key(grid), "parameters")
         if key not in self.meshes:
             if split:
@@ -84,9 +84,9 @@ class _Groups:
 
     def group(self, grid: Grid, axes: tuple[str, ...]) -> tuple[Any, bool]:
         ranks = frozenset(grid.members(axes))
-        self._use_present_world()
+        self._discard_stale_caches()
         if ranks not in self.groups:
-            with CommunicationScope(f"making the process groups along {','.join(axes)}"):
+            with CommunicationScope(f"creation of the process groups along {','.join(axes)}"):
                 group: Any
                 if len(axes) == 1:
                     group = grid.mesh.get_group(axes[0])
@@ -115,4 +115,4 @@ def clear() -> None:
     _groups.clear()
 
 
-atexit.register(clear)  # gloo may crash when a process group outlives the interpreter
+atexit.register(clear)  # the threads of gloo end with the last reference to their group
