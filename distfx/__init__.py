@@ -4,6 +4,7 @@
 >>> net = distfx.parallelize(model, distfx.Grid(n=2, c=2, h=2))                         # doctest: +SKIP
 """
 
+from distfx import testing
 from distfx.api import explain, parallelize, plan
 from distfx.errors import (
     CaptureError,
@@ -19,6 +20,7 @@ from distfx.loss import with_loss
 from distfx.module import ParallelModule
 from distfx.report.ledger import Ledger, record_comm
 from distfx.report.plan import Plan, PlanRow
+from distfx.rules.registry import register_rule
 from distfx.runtime.comm import groups as _groups  # noqa: F401  (connects grids with processes)
 from distfx.runtime.comm.launch import init
 
@@ -41,5 +43,7 @@ __all__ = [
     "parallelize",
     "plan",
     "record_comm",
+    "register_rule",
+    "testing",
     "with_loss",
 ]

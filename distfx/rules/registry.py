@@ -1,27 +1,29 @@
-"""The rule table: for each operator, how its iteration space maps to its operands, and what it becomes on a rank.
+"""The rule table: for each operator, how its dims may be split and the call that a rank makes.
 
-An operator with no row is run whole on every rank. To add one, add a row to the file of its kind in
-:mod:`distfx.passes.rules`.
+An operator without a rule falls back to replicated execution. Rules are added with :func:`register_rule`; the built-in
+ones are in the file of their family in :mod:`distfx.rules`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace as replaced
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch.fx import Node
 
+from distfx.errors import DistfxError
+from distfx.ir.exchange import PAD_MODES
+from distfx.ir.layout import Window
 from distfx.ir.meta import Meta
-from distfx.ir.nodes import operator_of
-from distfx.rules import contraction as contract
-from distfx.rules import indexing as index
-from distfx.rules import normalization as norm
-from distfx.rules import pointwise, random, shape
-from distfx.rules import pooling as pool
-from distfx.rules import reduction as reduce
-from distfx.rules import resampling as resample
+from distfx.ir.nodes import arguments, operator_of
+from distfx.rules import contraction, indexing, normalization, pointwise, pooling, random, reduction, resampling, shape
 from distfx.rules.contraction import CONVOLUTION, TRANSPOSED
-from distfx.rules.pointwise import POINTWISE, draws, is_pointwise
-from distfx.rules.rule import Call, LocalContext, OpSpec, Rule, RuleChoice, aten
+from distfx.rules.notation import Pattern, parse
+from distfx.rules.pointwise import POINTWISE, draws, is_pointwise, is_random
+from distfx.rules.rule import Call, LocalContext, OpSpec, Rule, RuleChoice, aten, tensor_arguments, unchanged
 
 __all__ = [
     "CONVOLUTION",
@@ -34,29 +36,197 @@ __all__ = [
     "RuleChoice",
     "aten",
     "draws",
+    "overload_of",
+    "register_rule",
+    "rule_of",
     "spec_of",
 ]
 
 TABLE: dict[Any, Rule | RuleChoice] = {
-    **contract.RULES,
-    **index.RULES,
-    **norm.RULES,
+    **contraction.RULES,
+    **indexing.RULES,
+    **normalization.RULES,
     **pointwise.RULES,
-    **pool.RULES,
+    **pooling.RULES,
     **random.RULES,
-    **reduce.RULES,
-    **resample.RULES,
+    **reduction.RULES,
+    **resampling.RULES,
     **shape.RULES,
 }
-"""By operator its row, or several of which one fits a call."""
+"""Maps each operator to its rule, or to several rules of which one fits a call."""
+
+
+def rule_of(target: Any) -> Rule | RuleChoice | None:
+    """The rule of an operator, or ``None`` if it has none."""
+    return TABLE.get(target) or (POINTWISE if is_pointwise(target) else None)
+
+
+_specs: WeakKeyDictionary[Node, tuple[tuple[Any, ...], OpSpec | None]] = WeakKeyDictionary()
+"""The last spec of each node, with the target, arguments, shape and rule that it was computed from."""
 
 
 def spec_of(node: Node) -> OpSpec | None:
-    """The iteration space of a call, or ``None`` if the table has no row that fits it."""
-    if not isinstance(Meta.shape.get(node), tuple) or Meta.multiple.get(node):
+    """The iteration space of a call, or ``None`` if no rule fits it."""
+    shape = Meta.shape.get(node)
+    if not isinstance(shape, tuple) or Meta.multiple.get(node):
         return None
-    target = operator_of(node)
-    rule = TABLE.get(target) or (POINTWISE if is_pointwise(target) else None)
-    if isinstance(rule, RuleChoice):
-        rule = rule.pick(node)
-    return rule.spec(node) if rule is not None else None
+    rule = rule_of(operator_of(node))
+    if rule is None:
+        return None
+    key = (node.target, node.args, node.kwargs, shape, rule)
+    previous = _specs.get(node)
+    if previous is not None and all(old is new for old, new in zip(previous[0], key, strict=True)):
+        return previous[1]
+    picked = rule.pick(node) if isinstance(rule, RuleChoice) else rule
+    spec = picked.spec(node) if picked is not None else None
+    _specs[node] = key, spec
+    return spec
+
+
+# ---------------------------------------------------------------------------------------------- registration
+
+Windows = Window | Sequence[Window] | Callable[[dict[str, Any]], Sequence[Window]]
+Local = Callable[[LocalContext], Call]
+
+
+def register_rule(
+    op: Any,
+    pattern: str,
+    *,
+    local: Local | None = None,
+    windows: Windows | None = None,
+    mode: str = "constant",
+    fill: float = 0.0,
+    cost: str = "",
+    name: str | None = None,
+    replace: bool = False,
+) -> Callable[[Local], Local]:
+    """Add the rule of an operator, from then on used by all models that are compiled. Call it on every rank.
+
+    Args:
+        op: The operator: an overload such as ``torch.ops.mylib.blur.default``, ``torch.ops.mylib.blur`` if it has only
+            one overload, or the result of ``torch.library.custom_op``.
+        pattern: How the dims of the operands relate to those of the result, in the notation of
+            :mod:`distfx.rules.notation`. The operands are the operator's tensor arguments in the order of its schema.
+            For an operator that returns several tensors, the result describes each of them.
+        local: Returns the call that a rank makes on its local tensors, from a
+            :class:`~distfx.rules.rule.LocalContext`. By default the same call.
+        windows: One :class:`~distfx.ir.layout.Window` for each windowed dim of the pattern, in order; or a function
+            that returns them for the call's arguments, by name.
+        mode: How windows read beyond the border of the tensor, as in ``torch.nn.functional.pad``.
+        fill: The value that windows read there in mode ``"constant"``.
+        cost: What the operator communicates, for readers.
+        name: A name for readers. The operator's name by default.
+        replace: Allow the operator to have a rule already.
+
+    Returns:
+        A decorator for the ``local`` function, which may be ignored. See ``docs/adding-an-operator.md``.
+
+    >>> register_rule(aten.trace, "_ _, c ->")
+    Traceback (most recent call last):
+    ...
+    distfx.errors.DistfxError: the rule '_ _, c ->' of aten.trace.default has 2 operands, but the operator takes 1
+    """
+    overload = overload_of(op)
+    if overload._schema.is_mutable:
+        raise DistfxError(f"{overload} writes into its arguments; rules are for operators that return new tensors")
+    if is_random(overload):
+        raise DistfxError(f"{overload} draws random numbers, and a rule cannot say which ranks draw the same ones")
+    if not replace and rule_of(overload) is not None:
+        raise DistfxError(f"{overload} has a rule already; pass replace=True to use another one")
+    try:
+        parsed = parse(pattern)
+    except ValueError as error:
+        raise DistfxError(f"the rule of {overload}: {error}") from None
+    problem = _schema_problem(parsed, overload) or _window_problem(parsed, windows, mode)
+    if problem:
+        raise DistfxError(f"the rule {pattern!r} of {overload} {problem}")
+    rule = Rule(
+        name or str(overload).removesuffix(".default"),
+        pattern,
+        local or unchanged,
+        windows=_window_function(windows),
+        mode=mode,
+        fill=fill,
+        cost=cost,
+    )
+    TABLE[overload] = rule
+
+    def set_local(function: Local) -> Local:
+        TABLE[overload] = replaced(rule, local=function)
+        return function
+
+    return set_local
+
+
+def overload_of(op: Any) -> torch._ops.OpOverload:
+    """The operator overload that a user means."""
+    overload = getattr(op, "_opoverload", op)  # torch.library.custom_op
+    if isinstance(overload, torch._ops.OpOverloadPacket):
+        names = overload.overloads()
+        functional = [n for n in names if not getattr(overload, n)._schema.is_mutable and "out" not in n]
+        if len(functional) != 1:
+            raise DistfxError(
+                f"{overload} has the overloads {', '.join(names)}: pass one, such as {overload}.{names[0]}"
+            )
+        overload = getattr(overload, functional[0])
+    if not isinstance(overload, torch._ops.OpOverload):
+        raise DistfxError(f"a rule is for an operator such as torch.ops.mylib.blur.default, not for {op!r}")
+    return overload
+
+
+def _schema_problem(pattern: Pattern, op: torch._ops.OpOverload) -> str | None:
+    """How a pattern contradicts the schema of an operator, worded to follow the name of the operator."""
+    tensors = tensor_arguments(op)
+    variadic = bool(pattern.operands) and pattern.operands[-1].quantifier == "*"
+    count = len(pattern.operands) - variadic
+    if count > len(tensors) or (count < len(tensors) and not variadic):
+        return f"has {count} operand{'s' * (count != 1)}, but the operator takes {len(tensors)}"
+    for number, (operand, (name, kind)) in enumerate(zip(pattern.operands, tensors, strict=False)):
+        if operand.quantifier == "*":
+            break
+        if "List" in kind:
+            return f"has one operand for {name!r}, which is a list of tensors: write '*' before operand {number}"
+        if "Optional" in kind and operand.quantifier != "?":
+            return f"needs operand {number}, but argument {name!r} is optional: write '?' before it"
+        if "Optional" not in kind and operand.quantifier == "?":
+            return f"has an optional operand {number}, but argument {name!r} is required"
+    types = {argument.name: str(argument.type) for argument in op._schema.arguments}
+    for name in sorted(pattern.arguments):
+        if name not in types:
+            return f"names argument {name!r}, but the operator's arguments are {', '.join(types)}"
+        if "int" not in types[name].lower():
+            return f"names argument {name!r} of type {types[name]}, but positions and extents are integers"
+    if not op._schema.returns or any(str(value.type) != "Tensor" for value in op._schema.returns):
+        return f"is for tensors, but the operator returns {[str(value.type) for value in op._schema.returns]}"
+    return None
+
+
+def _window_problem(pattern: Pattern, windows: Windows | None, mode: str) -> str | None:
+    if pattern.has_windows and windows is None:
+        return "has windows: pass windows="
+    if windows is not None and not pattern.has_windows:
+        return "has no windows, but windows= is given: write [s] for a dim that is read through a window"
+    if mode not in PAD_MODES:
+        return f"has mode {mode!r}; the modes are {', '.join(PAD_MODES)}"
+    return None
+
+
+def _window_function(windows: Windows | None) -> Callable[[Node], Sequence[Window]] | None:
+    if windows is None:
+        return None
+    if callable(windows):
+        function = windows
+        return lambda node: function(arguments(node))
+    fixed: Sequence[Window] = [windows] if isinstance(windows, Window) else list(windows)
+    return lambda node: fixed
+
+
+def rules_in_use() -> Mapping[str, list[Rule]]:
+    """All rules by name: the element-wise rule, which has no entry for each operator, first."""
+    result: dict[str, list[Rule]] = {POINTWISE.name: [POINTWISE]}
+    for entry in TABLE.values():
+        for rule in entry.rules if isinstance(entry, RuleChoice) else (entry,):
+            known = result.setdefault(rule.name, [])
+            known += [rule] if rule not in known else []
+    return result

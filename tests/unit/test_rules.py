@@ -1,0 +1,297 @@
+"""Every rule of the table against the plain operator, for every legal assignment of its factors to small grids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distfx.ir import ops
+from distfx.rules.registry import TABLE
+from distfx.testing import check_rule
+
+aten = torch.ops.aten
+inf = float("inf")
+
+
+def x(*shape: int) -> Tensor:
+    """Different values, some of them negative, none of them zero."""
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def ties(*shape: int) -> Tensor:
+    return x(*shape).clamp(min=0)
+
+
+def integers(high: int, *shape: int) -> Tensor:
+    return torch.arange(int(torch.tensor(shape).prod())).mul(7).remainder(high).view(shape)
+
+
+@dataclass(frozen=True)
+class Sample:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    no_grad: tuple[str, ...] = ()
+
+
+def s(*args: Any, no_grad: tuple[str, ...] = (), **kwargs: Any) -> Sample:
+    return Sample(args, kwargs, no_grad)
+
+
+def conv(rank: int, groups: int = 1, transposed: bool = False, stride: int = 1, padding: int = 1) -> Sample:
+    space = (7, 3, 2)[:rank][::-1]
+    weight = (4, 4 // groups, *(3, 2, 1)[:rank][::-1])
+    each = [[stride] * rank, [padding] + [0] * (rank - 1), [1] * rank]
+    return s(x(2, 4, *space), x(*weight), x(4), *each, transposed, [0] * rank, groups)
+
+
+STATISTICS = ("running_mean", "running_var")
+DRAWN = ("random_samples",)
+PLACES = torch.tensor([[0, 3], [9, 10]])
+MASK = torch.ones(3, 4, dtype=torch.bool).tril(1)
+REDUCED = (s(x(4, 5, 3), [1]), s(x(4, 5), [-1, 0], True))
+ONE_DIM = (s(x(4, 5, 3), 1), s(ties(5, 4), -1, True))
+SOFT = (s(x(4, 5, 3), 1),)
+MOMENTS = (s(x(4, 5, 3), [1]), s(x(4, 5)))
+POOL = {rank: (2, 2, *(7, 4, 3)[:rank][::-1]) for rank in (1, 2, 3)}
+
+
+def upsample(rank: int, *options: Any) -> tuple[Sample, ...]:
+    image = x(2, 2, *(5, 3, 2)[:rank][::-1])
+    sizes = [4, 5, 8][-rank:]
+    return (s(image, sizes, *options, None), s(image, None, *options, [2.0] * rank))
+
+
+def pooling(rank: int, *extra: Any) -> tuple[Sample, ...]:
+    return (s(x(*POOL[rank]), [2] * rank, [1] * rank, [1] + [0] * (rank - 1), *extra), s(x(*POOL[rank]), [2] * rank))
+
+
+def adaptive(rank: int) -> tuple[Sample, ...]:
+    return (s(x(*POOL[rank]), [3, 2, 2][:rank][::-1]), s(x(*POOL[rank]), [1] * rank))
+
+
+SAMPLES: dict[Any, Sequence[Sample]] = {
+    # products
+    aten.convolution.default: [
+        conv(1),
+        conv(2, stride=2),
+        conv(1, groups=2),
+        conv(1, groups=4, padding=2),
+        conv(1, transposed=True, stride=2),
+        conv(1, groups=2, transposed=True),
+        s(x(3, 2, 5), x(3, 2, 2), None, [1], [0], [2], False, [0], 1),
+        s(x(2, 4, 5), x(4, 3, 3), None, [2], [1], [1], True, [1], 1),
+    ],
+    aten.linear.default: [s(x(4, 3, 5), x(2, 5), x(2)), s(x(4, 5), x(3, 5))],
+    aten.matmul.default: [s(x(2, 3, 4), x(4, 5)), s(x(3, 1, 3, 4), x(2, 4, 2)), s(x(4), x(3, 4, 2)), s(x(3, 4), x(4))],
+    aten.bmm.default: [s(x(2, 3, 4), x(2, 4, 3))],
+    aten.mm.default: [s(x(3, 4), x(4, 5))],
+    aten.mv.default: [s(x(3, 4), x(4))],
+    aten.dot.default: [s(x(5), x(5) + 1)],
+    aten.vdot.default: [s(x(5), x(5) + 1)],
+    aten.outer.default: [s(x(3), x(5))],
+    aten.einsum.default: [s("nch,nkh->nck", [x(2, 3, 4), x(2, 3, 4) + 1]), s("i...j->...", [x(3, 4, 2)])],
+    aten.scaled_dot_product_attention.default: [
+        s(x(2, 3, 4), x(2, 5, 4), x(2, 5, 2)),
+        s(x(2, 2, 3, 4), x(2, 2, 4, 4), x(2, 2, 4, 3), MASK),
+        s(x(3, 4, 2), x(3, 4, 2) + 1, x(3, 4, 2) + 2, is_causal=True),
+        s(x(2, 4, 3, 2), x(2, 2, 3, 2), x(2, 2, 3, 2) + 1, enable_gqa=True),
+    ],
+    # indexing
+    aten.sort.default: [s(x(4, 5), 0)],
+    aten.sort.stable: [s(x(4, 5), stable=True, dim=1)],
+    aten.argsort.default: [s(x(4, 5), 0)],
+    aten.topk.default: [s(x(4, 5, 3), 2, 1)],
+    aten.tril.default: [s(x(4, 3, 5), 1)],
+    aten.triu.default: [s(x(4, 3, 5))],
+    aten.cosine_similarity.default: [s(x(4, 5, 3), x(5, 3) + 1, 1), s(x(3, 1, 5), x(4, 5), -1)],
+    aten.linalg_cross.default: [s(x(4, 3), x(4, 3) + 1), s(x(5, 3, 1), x(1, 3, 4), dim=1)],
+    aten.cross.default: [s(x(3, 5), x(3, 5) + 1, 0)],
+    aten.cdist.default: [s(x(3, 5, 2), x(3, 4, 2)), s(x(5, 2), x(4, 2) + 1, 1.0)],
+    aten.one_hot.default: [s(integers(4, 3, 5), 4)],
+    aten.diagonal.default: [s(x(4, 3, 5), 1, 0, 2)],
+    aten.repeat.default: [s(x(4, 5), [2, 1]), s(x(3, 2), [2, 1, 3])],
+    aten.tile.default: [s(x(4, 5), [2])],
+    aten.repeat_interleave.self_int: [s(x(4, 5), 2, 0)],
+    aten.index_select.default: [s(x(4, 5), 1, torch.tensor([3, 0, 3]))],
+    aten.gather.default: [s(x(4, 5), 1, integers(5, 4, 2)), s(x(4, 5, 3), 0, integers(4, 2, 5, 2))],
+    aten.scatter.src: [s(x(4, 5), 1, integers(5, 4, 3), x(4, 3))],
+    aten.scatter.value: [s(x(4, 5), 0, integers(4, 2, 5), 1.5)],
+    aten.scatter_add.default: [s(x(4, 5), 1, integers(5, 4, 5), x(4, 5) + 1)],
+    aten.take_along_dim.default: [s(x(4, 5), integers(5, 4, 2), 1), s(x(4, 5, 1), integers(4, 2, 1, 3), 0)],
+    aten.index.Tensor: [
+        s(x(4, 5, 3), [None, torch.tensor([0, 2])]),
+        s(x(4, 3, 2), [integers(4, 2), None, integers(2, 2)]),
+    ],
+    aten.embedding.default: [s(x(4, 5), integers(4, 3, 2))],
+    aten.bucketize.Tensor: [s(x(4, 5), torch.linspace(-1, 1, 5))],
+    aten.searchsorted.Tensor: [
+        s(torch.linspace(-1, 1, 5), x(4, 3)),
+        s(x(4, 5).sort(1)[0], x(4, 3)),
+        s(x(4, 5), x(4, 3), sorter=x(4, 5).argsort(1)),
+    ],
+    aten.new_zeros.default: [s(x(4, 3), [5])],
+    aten.new_ones.default: [s(x(4, 3), [5, 2])],
+    aten.new_full.default: [s(x(4, 3), [5], 2.5)],
+    aten.new_empty.default: [s(x(4, 3), [5])],
+    aten.unfold.default: [s(x(3, 7), 1, 3, 2), s(x(6, 2), 0, 2, 1)],
+    aten.im2col.default: [s(x(2, 3, 4, 3), [2, 2], [1, 1], [1, 0], [1, 1])],
+    aten.col2im.default: [s(x(2, 6, 16), [3, 4], [2, 1], [1, 1], [1, 0], [1, 1])],
+    aten.grid_sampler.default: [s(x(2, 3, 4, 3), x(2, 5, 2, 2).tanh(), 0, 0, False)],
+    aten.affine_grid_generator.default: [s(x(3, 2, 3), [3, 2, 2, 4], False)],
+    # normalization
+    aten.batch_norm.default: [
+        s(x(4, 5, 3), x(5), x(5) + 1, x(5), x(5).abs(), True, 0.1, 1e-5, False, no_grad=STATISTICS),
+        s(x(4, 3), None, None, x(3), x(3).abs() + 1, False, 0.1, 1e-5, False, no_grad=STATISTICS),
+    ],
+    aten.group_norm.default: [s(x(2, 4, 5), 2, x(4), x(4) + 1), s(x(3, 6), 3)],
+    aten.instance_norm.default: [s(x(2, 3, 5), x(3), x(3) + 1, None, None, True, 0.1, 1e-5, False)],
+    aten.layer_norm.default: [s(x(4, 3, 5), [3, 5], x(3, 5), x(3, 5) + 1), s(x(4, 5), [5])],
+    aten.rms_norm.default: [s(x(4, 3, 5), [5], x(5)), s(x(4, 5), [5], None, 1e-3)],
+    # element-wise
+    ops.add_bias: [s(x(3, 4, 5), x(4), dim=1), s(x(3, 5), x(5), dim=-1)],
+    ops.straight: [s(x(4, 5), x(4, 5) + 1)],
+    ops.pick_class: [s(x(4, 3, 5), integers(3, 4, 5), -100)],
+    ops.class_weights: [s(integers(3, 4, 5), x(3), 1)],
+    aten.prelu.default: [s(x(3, 4, 5), x(4)), s(x(3, 4), x(1)), s(x(5), x(1))],
+    aten.dropout.default: [s(x(4, 5), 0.4, True), s(x(4, 5), 0.0, True)],
+    aten.feature_dropout.default: [s(x(4, 5, 3), 0.4, True)],
+    # pooling
+    **{op: pooling(rank, [1] * rank, True) for op, rank in zip(
+        (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default), (1, 2, 3), strict=True)},
+    **{op: pooling(rank, [1] * rank, False) for op, rank in zip(
+        (aten.max_pool1d_with_indices.default, aten.max_pool2d_with_indices.default,
+         aten.max_pool3d_with_indices.default), (1, 2, 3), strict=True)},
+    **{op: pooling(rank, True, False) for op, rank in zip(
+        (aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default), (1, 2, 3), strict=True)},
+    **{op: adaptive(rank) for op, rank in zip(
+        (aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default),
+        (1, 2, 3), strict=True)},
+    **{op: adaptive(rank) for op, rank in zip(
+        (aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default),
+        (1, 2, 3), strict=True)},
+    aten.max_unpool2d.default: [s(x(2, 3, 2, 2), PLACES.repeat(2, 3, 1, 1), [4, 4])],
+    aten.max_unpool3d.default: [
+        s(x(2, 3, 1, 2, 2), PLACES.repeat(2, 3, 1, 1, 1), [1, 4, 4], [1, 2, 2], [0, 0, 0]),
+    ],
+    aten.fractional_max_pool2d.default: [s(x(2, 3, 5, 5), [2, 2], [3, 3], x(2, 3, 2).sigmoid(), no_grad=DRAWN)],
+    aten.fractional_max_pool3d.default: [
+        s(x(2, 3, 4, 4, 4), [2, 2, 2], [2, 2, 2], x(2, 3, 3).sigmoid(), no_grad=DRAWN),
+    ],
+    # random numbers
+    aten.rand.default: [s([4, 5], dtype=torch.float64)],
+    aten.randn.default: [s([4, 5], dtype=torch.float64)],
+    aten.rand_like.default: [s(x(4, 5))],
+    aten.randn_like.default: [s(x(4, 5))],
+    aten.bernoulli.default: [s(x(4, 5).sigmoid())],
+    aten.bernoulli.p: [s(x(4, 5), 0.5)],
+    aten.uniform.default: [s(x(4, 5))],
+    aten.normal_functional.default: [s(x(4, 5))],
+    # reductions
+    aten.mean.dim: REDUCED,
+    aten.mean.default: [s(x(4, 5))],
+    aten.sum.dim_IntList: [*REDUCED, s(x(4, 5), [])],
+    aten.sum.default: [s(x(4, 5))],
+    aten.nansum.default: [s(x(4, 5).masked_fill(x(4, 5) > 1, float("nan")), [1]), *REDUCED],
+    aten.amax.default: [*REDUCED, s(ties(4, 5), [0])],
+    aten.amin.default: [*REDUCED, s(ties(4, 5), [0])],
+    aten.max.default: [s(x(4, 5))],
+    aten.min.default: [s(ties(4, 5))],
+    aten.max.dim: ONE_DIM,
+    aten.min.dim: ONE_DIM,
+    aten.aminmax.default: [s(x(4, 5), dim=1), s(x(4, 5))],
+    aten.argmax.default: [s(x(4, 5, 3), 1), s(ties(4, 5))],
+    aten.argmin.default: [s(x(4, 5, 3), 1), s(ties(4, 5))],
+    aten.any.default: [s(x(4, 5) > 2)],
+    aten.any.dim: [s(x(4, 5) > 1, 1)],
+    aten.any.dims: [s(x(4, 5) > 1, [0, 1], True)],
+    aten.all.default: [s(x(4, 5) > -2)],
+    aten.all.dim: [s(x(4, 5) > -1, 1)],
+    aten.all.dims: [s(x(4, 5) > -1, [0])],
+    aten.logsumexp.default: REDUCED,
+    aten.var.default: [s(x(4, 5))],
+    aten.var.correction: [s(x(4, 5, 3), [1]), s(x(4, 5), correction=0, keepdim=True)],
+    aten.var.dim: [s(x(4, 5, 3), [1], False)],
+    aten.std.default: [s(x(4, 5))],
+    aten.std.correction: [s(x(4, 5), [1])],
+    aten.std.dim: [s(x(4, 5), [0])],
+    aten.var_mean.default: [s(x(4, 5))],
+    aten.var_mean.correction: MOMENTS,
+    aten.var_mean.dim: [s(x(4, 5), [1])],
+    aten.std_mean.default: [s(x(4, 5))],
+    aten.std_mean.correction: MOMENTS,
+    aten.std_mean.dim: [s(x(4, 5), [1])],
+    aten.linalg_vector_norm.default: [s(x(4, 5), 2, [1]), s(x(4, 5), 3), s(x(4, 5), 1, [0], True)],
+    aten.prod.default: [s(x(4, 5))],
+    aten.prod.dim_int: ONE_DIM,
+    aten.softmax.int: SOFT,
+    aten.log_softmax.int: SOFT,
+    aten._softmax.default: [s(x(4, 5), 0, False)],
+    aten._log_softmax.default: [s(x(4, 5), 0, False)],
+    aten.cumsum.default: [s(x(4, 5), 1)],
+    aten.cumprod.default: [s(x(4, 5), 0)],
+    aten.logcumsumexp.default: [s(x(4, 5), 1)],
+    aten.cummax.default: [s(x(4, 5), 1)],
+    aten.cummin.default: [s(x(4, 5), 0)],
+    aten.median.dim: [s(x(4, 5), 1)],
+    aten.nanmedian.dim: [s(x(4, 5), 1, True)],
+    aten.mode.default: [s(x(4, 5), 1)],
+    aten.kthvalue.default: [s(x(4, 5), 2, 1)],
+    aten.renorm.default: [s(x(5, 3), 2, 0, 1.0), s(x(4, 5, 2), 1, 1, 0.5)],
+    # resampling
+    aten.upsample_nearest1d.vec: upsample(1),
+    aten.upsample_nearest2d.vec: upsample(2),
+    aten.upsample_nearest3d.vec: upsample(3),
+    aten._upsample_nearest_exact1d.vec: upsample(1),
+    aten._upsample_nearest_exact2d.vec: upsample(2),
+    aten._upsample_nearest_exact3d.vec: upsample(3),
+    aten.upsample_linear1d.vec: [*upsample(1, False), *upsample(1, True)],
+    aten.upsample_bilinear2d.vec: upsample(2, True),
+    aten.upsample_trilinear3d.vec: upsample(3, False),
+    aten.upsample_bicubic2d.vec: upsample(2, False),
+    # shapes
+    aten.pad.default: [
+        s(x(4, 5), [1, 2], "constant", 1.5),
+        s(x(2, 3, 5), [2, 1], "reflect"),
+        s(x(2, 3, 5), [1, 2], "circular"),
+        s(x(2, 3, 5), [1, 2], "replicate"),
+        s(x(4, 5), [-1, 0, 1, 1]),
+    ],
+    aten.slice.Tensor: [s(x(4, 7), 1, 1, 6, 2), s(x(5, 3), 0, -4)],
+    aten.select.int: [s(x(4, 5, 3), 1, 2)],
+    aten.cat.default: [s([x(4, 3), x(4, 2), x(4, 1)], 1), s([x(3, 4), x(2, 4)])],
+    aten.roll.default: [s(x(5, 4), [2, -1], [1, 0])],
+    aten.flip.default: [s(x(5, 4, 2), [0, 1])],
+    aten.permute.default: [s(x(4, 3, 5), [2, 0, 1])],
+    aten.expand.default: [s(x(4, 1, 5), [2, 4, 3, 5])],
+    aten.reshape.default: [s(x(4, 6), [4, 2, 3]), s(x(4, 2, 3), [8, 3]), s(x(4, 3), [12])],
+}  # fmt: skip
+POINTWISE: dict[Any, Sequence[Sample]] = {
+    aten.add.Tensor: [s(x(4, 5), x(4, 1)), s(x(5), x(4, 5) + 1)],
+    aten.where.self: [s(x(4, 5) > 0, x(5), x(4, 1))],
+    aten.sigmoid.default: [s(x(4, 5))],
+    aten.binary_cross_entropy_with_logits.default: [s(x(4, 5), x(4, 5).sigmoid(), None, None, 0)],
+}
+
+
+def _cases() -> list[Any]:
+    named = [(op, number, each) for op, group in (SAMPLES | POINTWISE).items() for number, each in enumerate(group)]
+    return [pytest.param(op, each, id=f"{getattr(op, '__name__', op)}-{number}") for op, number, each in named]
+
+
+@pytest.mark.parametrize(("op", "sample"), _cases())
+def test_rule(op: Any, sample: Sample) -> None:
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(sample.args) if isinstance(leaf, Tensor)]
+    has_many_dims = max((tensor.dim() for tensor in tensors), default=0) > 3
+    grids = ("n2", "c3") if has_many_dims else ("n2", "c3", "n2c2")  # pairs of many factors would take long
+    assert check_rule(op, sample.args, sample.kwargs, no_grad=sample.no_grad, grids=grids).assignments
+
+
+def test_every_operator_has_a_sample() -> None:
+    own = {op for op in TABLE if not (isinstance(op, torch._ops.OpOverload) and op.namespace != "aten")}
+    assert sorted(str(op) for op in own - SAMPLES.keys()) == []
