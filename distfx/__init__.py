@@ -15,7 +15,7 @@ from distfx.errors import (
     RankMismatchError,
 )
 from distfx.grid import Grid
-from distfx.ir.layout import Layout
+from distfx.ir.layout import Layout, Window
 from distfx.loss import with_loss
 from distfx.module import ParallelModule
 from distfx.report.ledger import Ledger, record_comm
@@ -38,6 +38,7 @@ __all__ = [
     "Plan",
     "PlanRow",
     "RankMismatchError",
+    "Window",
     "explain",
     "init",
     "parallelize",

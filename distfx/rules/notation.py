@@ -44,7 +44,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NoReturn
 
 from distfx.ir.symbolic import Size, floordiv, product
@@ -113,7 +113,7 @@ class Pattern:
     extents: tuple[tuple[str, bool, str], ...] = ()
     """The ``where`` clause: a factor (or, if true, a group) and the argument that has its extent (or its extents)."""
 
-    @property
+    @cached_property
     def arguments(self) -> frozenset[str]:
         """The arguments that the pattern names."""
         terms = [*self.result, *(term for operand in self.operands for term in operand.terms)]
@@ -330,6 +330,7 @@ class _Tensor:
     dims: list[DimPattern] = field(default_factory=list)
 
 
+Shape = tuple[Size, ...]
 Positions = Mapping[str, Sequence[int]]
 
 
@@ -343,6 +344,20 @@ def match(
 
     ``operands`` has the operands that are present, each as the index of its entry in the pattern and its shape.
     """
+    values = tuple((name, _hashable(arguments.get(name))) for name in pattern.arguments)
+    return _match(pattern.text, tuple((index, tuple(shape)) for index, shape in operands), tuple(result), values)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+@lru_cache(maxsize=4096)
+def _match(
+    text: str, operands: tuple[tuple[int, Shape], ...], result: Shape, values: tuple[tuple[str, Any], ...]
+) -> Match | None:
+    """:func:`match` of values that can be hashed, because networks repeat their calls."""
+    pattern, arguments = parse(text), dict(values)
     terms = [pattern.operands[index].terms for index, _ in operands]
     ranks = [len(shape) for (_, shape), each in zip(operands, terms, strict=True) if any(t.argument for t in each)]
     width = max(ranks, default=0)
@@ -384,7 +399,7 @@ def _positions(pattern: Pattern, width: int, arguments: Mapping[str, Any]) -> Po
     terms = [*pattern.result, *(term for operand in pattern.operands for term in operand.terms)]
     for name in {term.argument for term in terms if term.argument}:
         value = arguments.get(name)
-        dims = list(range(width)) if value is None or value == [] else [value] if isinstance(value, int) else value
+        dims = list(range(width)) if value is None or value == () else [value] if isinstance(value, int) else value
         result[name] = [dim % width for dim in dims] if width else []
         if len(set(result[name])) < len(result[name]):
             return None

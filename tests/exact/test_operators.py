@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.ranks import run
 from torch import Tensor, nn
 
 import distfx
+from distfx.rules.rule import Call, LocalContext
 
 
 class Between(nn.Module):
@@ -375,6 +377,76 @@ SHAPES = (
 @pytest.mark.parametrize("texts", [PICKS, SHAPES], ids=["picks", "shapes"])
 def test_picks(texts: tuple[str, ...], grid: str) -> None:
     expressions(grid, texts)
+
+
+MORE = (
+    "torch.nansum(x.masked_fill(x > 1, float('nan')), (1, 2))",
+    "torch.linalg.cross(x[:, :3], x[:, 1:4], dim=1)",
+    "torch.cross(x[:, :, :3], x[:, :, 1:4], dim=2)",
+    "torch.cdist(x, x * 2)",
+    "torch.bucketize(x, torch.linspace(-1, 1, 5)) * x",
+    "torch.searchsorted(torch.linspace(-1, 1, 5, dtype=x.dtype), x) * x",
+    "torch.searchsorted(x.detach().sort(3)[0], x) * x",
+    "torch.renorm(x, 2, 1, 0.5)",
+    "torch.take_along_dim(x, x.argsort(2), 2)",
+    "torch.take_along_dim(x, x.argmax(1, keepdim=True), 1)",
+    "F.scaled_dot_product_attention(x[:, :4], x[:, :2], x[:, 2:4], enable_gqa=True)",
+)
+
+
+@pytest.mark.parametrize("grid", ["h3", "n2w2", "c2h2"])
+def test_searches_and_distances(grid: str) -> None:
+    expressions(grid, MORE)
+
+
+@torch.library.custom_op("distfx_tests::smooth", mutates_args=())
+def smooth(x: Tensor, padding: int) -> Tensor:
+    """The mean of three neighbours along the last dim."""
+    y = F.pad(x, (padding, padding))
+    return (y[..., :-2] + y[..., 1:-1] + y[..., 2:]) / 3
+
+
+@smooth.register_fake
+def _(x: Tensor, padding: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] + 2 * padding - 2))
+
+
+def _smooth_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    spread = sum((F.pad(grad, (shift, 2 - shift)) for shift in range(3)), torch.zeros(())) / 3
+    return spread[..., ctx.padding : spread.shape[-1] - ctx.padding], None
+
+
+def _smooth_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.padding = inputs[1]
+
+
+smooth.register_autograd(_smooth_backward, setup_context=_smooth_setup)
+
+
+@distfx.register_rule(
+    smooth, "... [r] -> ... r", windows=lambda a: [distfx.Window(lo=a["padding"], hi=2 - a["padding"])]
+)
+def _local_smooth(context: LocalContext) -> Call:
+    x, padding = context.args
+    return context.node.target, (x, 0 if context.is_split(-1) else padding), {}
+
+
+class Smooth(nn.Module):
+    """An operator from outside, with its rule, between convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.distfx_tests.smooth(self.first(x), 2)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("grid", ["w2", "c2", "n2w2", "w3"])
+def test_operator_from_outside(grid: str) -> None:
+    results = check(Smooth, grid, [(2, 3, 6, 8), (3, 3, 5, 7)])
+    assert not any(row.fallback for row in results[0]["rows"])
 
 
 class Noise(nn.Module):

@@ -1,17 +1,25 @@
-"""Every rule of the table against the plain operator, for every legal assignment of its factors to small grids."""
+"""Every rule of the table against the plain operator, for every legal assignment of its factors to small grids; rules
+from outside; the documented examples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import Graph
 
+import distfx
 from distfx.ir import ops
-from distfx.rules.registry import TABLE
+from distfx.ir.meta import meta
+from distfx.rules.registry import TABLE, spec_of
+from distfx.rules.rule import Call, LocalContext
+from distfx.runtime.kernels import reduce
 from distfx.testing import check_rule
 
 aten = torch.ops.aten
@@ -295,3 +303,143 @@ def test_rule(op: Any, sample: Sample) -> None:
 def test_every_operator_has_a_sample() -> None:
     own = {op for op in TABLE if not (isinstance(op, torch._ops.OpOverload) and op.namespace != "aten")}
     assert sorted(str(op) for op in own - SAMPLES.keys()) == []
+
+
+# ---------------------------------------------------------------------------------------- rules from outside
+
+
+@pytest.fixture
+def table() -> Iterator[None]:
+    """The table as it was, after the test."""
+    before = dict(TABLE)
+    yield
+    TABLE.clear()
+    TABLE.update(before)
+
+
+def test_documented_examples(table: None, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "adding-an-operator.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1:]  # the first only shows the call
+    assert len(blocks) == 4
+    names: dict[str, Any] = {"__name__": "example"}
+    for block in blocks:
+        exec(compile(block, "adding-an-operator.md", "exec"), names)
+    assert len(re.findall(r"mylib\.\w+\.default: \d+ assignments checked", capsys.readouterr().out)) == 5
+
+
+@pytest.mark.usefixtures("table")
+def test_operators_of_aten_without_a_rule() -> None:
+    op = aten.logaddexp2.default  # element-wise, and tagged so
+    with pytest.raises(distfx.DistfxError, match=r"aten\.logaddexp2\.default has a rule already"):
+        distfx.register_rule(op, "..., ... -> ...")
+    with pytest.raises(AssertionError, match="no rule fits"):
+        check_rule(aten.trace, (x(3, 3),))
+    distfx.register_rule(aten.linalg_det, "... _ _ -> ...")
+    assert check_rule(aten.linalg_det, (x(5, 3, 3),)).assignments == (".0/n on n2", ".0/c on c3", ".0/(n,c) on n2c2",
+                                                                      ".0/(c,n) on n2c2")  # fmt: skip
+    distfx.register_rule(aten.linalg_det, "b... _ _ -> b...", replace=True)
+    assert check_rule(aten.linalg_det, (x(4, 3, 3),), grids=["n2"]).assignments == ("n/n on n2",)
+
+
+@pytest.mark.usefixtures("table")
+def test_a_decorated_function_makes_the_local_call() -> None:
+    @distfx.register_rule(aten.softplus_backward, "..., ... -> ...", replace=True)
+    def local(context: LocalContext) -> Call:
+        called.append(context.is_split(0))
+        return context.node.target, context.args, {}
+
+    called: list[bool] = []
+    check_rule(aten.softplus_backward, (x(4), x(4) + 1, 1.0, 20.0), grids=["n2"])
+    assert called == [True]
+
+
+REFUSED = [
+    (aten.linalg_det, "... _ [_] -> ...", {}, "position 7: expected the name of a factor"),
+    (aten.linalg_det, "... _ _, n -> ...", {}, "has 2 operands, but the operator takes 1"),
+    (aten.linalg_det, "?... _ _ -> ...", {}, "optional operand 0, but argument 'A' is required"),
+    (aten.linalg_det, "... _@dim -> ...", {}, "names argument 'dim', but the operator's arguments are A"),
+    (aten.linalg_det, "[n] _ _ -> n", {}, "has windows: pass windows="),
+    (aten.linalg_det, "n _ _ -> n", {"windows": distfx.Window()}, "has no windows"),
+    (aten.linalg_det, "[n] -> n", {"windows": distfx.Window(), "mode": "mirror"}, "has mode 'mirror'"),
+    (aten.nll_loss_nd, "n c, n, c -> ", {}, "argument 'weight' is optional: write '?'"),
+    (aten.block_diag, "a b -> a b", {}, "is a list of tensors: write '*'"),
+    (aten.index_fill.int_Scalar, "... _@value, _ -> ... _@value", {}, "of type number"),
+    (aten.relu_.default, "... -> ...", {}, "writes into its arguments"),
+    (aten.multinomial, "n _ -> n _", {}, "draws random numbers"),
+    (aten.add, "... -> ...", {}, "pass one, such as aten.add."),
+    (torch.relu, "... -> ...", {}, "not for <built-in"),
+    (aten.unbind.int, "n ... -> ...", {}, "returns"),
+]
+
+
+@pytest.mark.parametrize(("op", "pattern", "options", "message"), REFUSED)
+def test_bad_rules_are_refused(op: Any, pattern: str, options: dict[str, Any], message: str) -> None:
+    before = dict(TABLE)
+    with pytest.raises(distfx.DistfxError) as error:
+        distfx.register_rule(op, pattern, **options)
+    assert message in str(error.value)
+    assert before == TABLE
+
+
+WRONG = [
+    (aten.logcumsumexp.default, "... -> ...", (x(4, 5), 1), "rank 1: the result differs by"),
+    (aten.linalg_vector_norm.default, "... r@dim -> ... _@dim?", (x(4, 5), 2, [1]), "rank 0: the result differs by"),
+    (aten.flip.default, "... -> ...", (x(4, 5), [0]), "./n on n2"),
+    (aten.triu.default, "... -> ...", (x(4, 5),), "rank 1: the result differs by"),
+    (aten.cumsum.default, "... _@dim -> ... _", (x(4, 5), 1), None),
+    (aten.select.int, "... r@dim -> ...", (x(4, 5), 0, 3), "rank 0: "),
+]
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(("op", "pattern", "args", "message"), WRONG)
+def test_wrong_rules_are_found(op: Any, pattern: str, args: tuple[Any, ...], message: str | None) -> None:
+    distfx.register_rule(op, pattern, replace=True)
+    if message is None:  # right, because that dim is the last
+        check_rule(op, args)
+        return
+    with pytest.raises(AssertionError) as error:
+        check_rule(op, args)
+    assert message.replace("./n", ".0/n") in str(error.value) and str(op) in str(error.value)
+
+
+@pytest.mark.usefixtures("table")
+def test_wrong_gradients_are_found() -> None:
+    """At 0 and 2, doubling has the values of squaring but not its gradient."""
+
+    def local(context: LocalContext) -> Call:
+        return aten.mul.Tensor, (context.args[0], 2), {}
+
+    distfx.register_rule(aten.square.default, "... -> ...", local=local, replace=True)
+    with pytest.raises(AssertionError, match=r"\.0/n on n2, result 0: the gradient of operand 0 differs by"):
+        check_rule(aten.square, (torch.tensor([0.0, 2.0, 2.0, 0.0]),))
+
+
+def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    softmax = reduce.KINDS["softmax"]
+
+    def fail(value: Tensor, reduction: reduce.Reduction) -> Tensor:
+        if reduction.segment.index == 1:
+            raise RuntimeError("no memory")
+        return softmax(value, reduction)
+
+    monkeypatch.setitem(reduce.KINDS, "softmax", fail)
+    with pytest.raises(AssertionError, match=r"\.1/n on n2, result 0: rank 1: RuntimeError: no memory"):
+        check_rule(aten.softmax.int, (x(4, 5), 1))
+
+
+def test_specs_are_computed_once_per_call() -> None:
+    graph = Graph()
+    nodes = [graph.placeholder(name) for name in "xy"]
+    call = graph.call_function(aten.add.Tensor, tuple(nodes))
+    for node in (*nodes, call):
+        meta(node).shape, meta(node).dtype = (4, 5), torch.float64
+    first = spec_of(call)
+    assert first is not None and spec_of(call) is first
+    call.args = (nodes[0], 1.0)
+    second = spec_of(call)
+    assert second is not None and [operand for operand, _ in second.operands] == [nodes[0]]
+    call.target = aten.permute.default
+    call.args = (nodes[0], [1, 0])
+    third = spec_of(call)
+    assert third is not None and third.rule.name == "permute"
