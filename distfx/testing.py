@@ -43,6 +43,8 @@ from distfx.runtime.autograd.parameters import Gradients
 __all__ = ["RuleReport", "check_rule"]
 
 GRIDS = ("n2", "c3", "n2c2")
+UNDEFINED = {torch.ops.aten.new_empty.default}
+"""Operators whose results have no defined values."""
 TIMEOUT = 60.0
 """Seconds that a simulated rank waits for the others."""
 
@@ -109,7 +111,7 @@ def _check_all(call: _PlainCall, grids: Sequence[str], tolerance: float) -> Rule
         for grid in map(Grid.parse_abstract, grids):
             factors = [factor for factor, extent in spec.extents.items() if extent != 1]
             for assignment in _assignments(factors, list(grid.axes)):
-                if _is_checked(spec, assignment, grid.axes):
+                if _is_legal(spec, assignment, grid.axes):
                     assignments[_Check(call, index, grid, assignment).run(tolerance)] = None
     if not rules:
         raise AssertionError(f"{call.name}: no rule fits this call")
@@ -118,7 +120,7 @@ def _check_all(call: _PlainCall, grids: Sequence[str], tolerance: float) -> Rule
     return RuleReport(call.name, tuple(rules), tuple(assignments))
 
 
-def _is_checked(spec: OpSpec, assignment: Assignment, axes: Mapping[str, int]) -> bool:
+def _is_legal(spec: OpSpec, assignment: Assignment, axes: Mapping[str, int]) -> bool:
     """Whether an assignment is legal. A bias is not part of a partial sum: ``split_bias`` makes it another operator."""
     projected = project(spec, assignment, axes)
     has_bias = spec.rule.anchor and len(spec.operands) > 2
@@ -187,7 +189,7 @@ class _PlainCall:
         return [torch.zeros_like(t) if g is None else g for g, t in zip(each, self.written, strict=True)]
 
     def node(self, index: int) -> tuple[Graph, Node]:
-        """A graph with the call, and its node. One node per distinct tensor."""
+        """A graph with the call, one placeholder for each tensor, and the node of the call."""
         graph = Graph()
         nodes: list[Any] = []
         for number, leaf in enumerate(self.leaves):
@@ -201,6 +203,15 @@ class _PlainCall:
         meta(node).shape, meta(node).dtype = tuple(self.results[index].shape), self.results[index].dtype
         graph.output((node,))
         return graph, node
+
+
+@dataclass(frozen=True)
+class _RankRun:
+    """A simulated rank's part of the result, the gradients of its operands, and the operands after the call."""
+
+    result: Tensor
+    gradients: Sequence[Tensor]
+    operands: Sequence[Tensor]
 
 
 class _Check:
@@ -217,8 +228,8 @@ class _Check:
         needs, self.produced = projected
         self.decision = Decision("", assignment, needs, self.produced, self.produced, spec)
         self.operands = self.graph.find_nodes(op="placeholder")
-        layouts, unused = dict(needs), Layout.replicated(0)
-        self.layouts = [layouts.get(operand, unused) for operand in self.operands]
+        layouts = dict(needs)
+        self.layouts = [layouts.get(node, Layout.replicated(len(meta(node).shape))) for node in self.operands]
         borders = {operand: self.decision.border(i) for i, (operand, _) in enumerate(needs)}
         self.borders = [borders.get(operand, Border({})) for operand in self.operands]
         self.size = grid.size
@@ -230,12 +241,16 @@ class _Check:
     def run(self, tolerance: float) -> str:
         """Compare. Returns the description of the assignment."""
         programs = self._compile()
-        parts = self._on_all_ranks(lambda rank: self._run_rank(rank, programs[rank]))
-        self._compare_results([result for result, _, _ in parts], tolerance)
-        if self.call.is_differentiable(self.index) and not self.is_random:
-            self._compare_gradients([grads for _, grads, _ in parts], tolerance)
-        self._compare_written([locals_ for _, _, locals_ in parts], tolerance)
+        runs = self._on_all_ranks(lambda rank: self._run_rank(rank, programs[rank]))
+        self._compare_results([run.result for run in runs], tolerance)
+        if self.has_gradients:
+            self._compare_gradients([run.gradients for run in runs], tolerance)
+        self._compare_written([run.operands for run in runs], tolerance)
         return self.text
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.call.is_differentiable(self.index) and not self.is_random
 
     def _compile(self) -> list[GraphModule]:
         """Each rank's call, by the passes that compile a model."""
@@ -254,21 +269,21 @@ class _Check:
             programs.append(link(bound.graph, grid, []))
         return programs
 
-    def _run_rank(self, rank: int, program: GraphModule) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        inputs = [self._part(number, rank) for number in range(len(self.operands))]
-        inputs = [part.requires_grad_(flag) for part, flag in zip(inputs, self.call.has_grad, strict=True)]
-        (result,) = program(Gradients({}, [], 0), *inputs)
-        grads: list[Tensor | None] = [None] * len(inputs)
-        if self.call.is_differentiable(self.index) and not self.is_random:
-            wanted = [part for part in inputs if part.requires_grad]
+    def _run_rank(self, rank: int, program: GraphModule) -> _RankRun:
+        operands = [self._part(number, rank) for number in range(len(self.operands))]
+        operands = [part.requires_grad_(flag) for part, flag in zip(operands, self.call.has_grad, strict=True)]
+        (result,) = program(Gradients({}, [], 0), *operands)
+        grads: list[Tensor | None] = [None] * len(operands)
+        if self.has_gradients:
+            leaves = [part for part in operands if part.requires_grad]
             bounds = self.produced.bounds(self.call.results[self.index].shape, self._coords(rank))
             grad = self.call.gradients[self.index][tuple(slice(int(lo), int(hi)) for lo, hi in bounds)]
             if grad.shape != result.shape:
                 raise AssertionError(f"the result has shape {tuple(result.shape)}, not {tuple(grad.shape)}")
-            found = iter(torch.autograd.grad(result, wanted, grad, allow_unused=True))
-            grads = [next(found) if part.requires_grad else None for part in inputs]
-        each = [torch.zeros_like(p) if g is None else g for p, g in zip(inputs, grads, strict=True)]
-        return result.detach(), each, inputs
+            gradients = iter(torch.autograd.grad(result, leaves, grad, allow_unused=True))
+            grads = [next(gradients) if part.requires_grad else None for part in operands]
+        each = [torch.zeros_like(p) if g is None else g for p, g in zip(operands, grads, strict=True)]
+        return _RankRun(result.detach(), each, operands)
 
     # -- parts of operands
 
@@ -280,8 +295,8 @@ class _Check:
         layout, border, shape = self.layouts[number], self.borders[number], self.call.tensors[number].shape
         positions = []
         for dim, (split, extent) in enumerate(zip(layout.dims, shape, strict=True)):
-            whole = extent if split.window is None else int(border.extents[dim])
-            lo, hi = split.bounds(whole, self._coords(rank))
+            target = extent if split.window is None else int(border.extents[dim])
+            lo, hi = split.bounds(target, self._coords(rank))
             if split.window is not None:
                 lo, hi = split.window.need(lo, hi)
             positions.append(source_positions(int(lo), int(hi), extent, border.mode))
@@ -290,8 +305,6 @@ class _Check:
     def _part(self, number: int, rank: int) -> Tensor:
         """A rank's part of an operand, with its halo."""
         part, border = self.call.tensors[number].clone(), self.borders[number]
-        if part.dim() != len(self.layouts[number].dims):
-            return part
         fill = border.fill if part.is_floating_point() else max(border.fill, torch.iinfo(torch.int32).min)
         for dim, positions in enumerate(self._positions(number, rank)):
             places = torch.from_numpy(positions)
@@ -326,7 +339,7 @@ class _Check:
             expected = plain[tuple(slice(lo, hi) for lo, hi in bounds)]
             if self.is_random:
                 expected = drawn.setdefault(bounds, sums[key])
-            elif str(self.call.op).startswith("aten.new_empty"):
+            elif self.call.op in UNDEFINED:
                 expected = sums[key]
             self._compare(f"rank {rank}: the result", sums[key], expected, plain, tolerance)
 
@@ -342,7 +355,7 @@ class _Check:
     def _compare_written(self, parts: Sequence[Sequence[Tensor]], tolerance: float) -> None:
         """Compare operands that the plain call wrote into."""
         for number, (before, after) in enumerate(zip(self.call.tensors, self.call.written, strict=True)):
-            if torch.equal(before, after) or len(self.layouts[number].dims) != before.dim():
+            if torch.equal(before, after):
                 continue
             for rank in range(self.size):
                 bounds = self.layouts[number].bounds(before.shape, self._coords(rank))
@@ -371,9 +384,9 @@ class _Check:
 
     # -- ranks
 
-    def _on_all_ranks(self, run: Callable[[int], tuple[Tensor, list[Tensor], list[Tensor]]]) -> list[Any]:
+    def _on_all_ranks(self, run: Callable[[int], _RankRun]) -> list[_RankRun]:
         """The results of all ranks: one after another, or as threads if their kernels communicate."""
-        results: list[Any] = [None] * self.size
+        results: dict[int, _RankRun] = {}
         errors: dict[int, BaseException] = {}
 
         def work(rank: int) -> None:
@@ -395,7 +408,7 @@ class _Check:
         causes = {r: e for r, e in errors.items() if not isinstance(e, threading.BrokenBarrierError)} or errors
         for rank, error in causes.items():
             self._fail(f"rank {rank}: {type(error).__name__}: {error}", error)
-        return results
+        return [results[rank] for rank in range(self.size)]
 
 
 # ------------------------------------------------------------------------------------- communication in memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distfx.rules.registry import TABLE, rules_in_use
+from distfx.rules.registry import BUILT_IN, built_in_rules
 from distfx.rules.rule import RuleChoice
 
 HEADER = """# Operators
@@ -26,13 +26,13 @@ not have (`pick_class`) are the parts of losses and of writes under `no_grad`. T
 def table() -> str:
     """The page."""
     targets: dict[str, list[str]] = {}
-    for target, entry in TABLE.items():
+    for target, entry in BUILT_IN.items():
         name = getattr(target, "__name__", str(target)).removesuffix(".default")
         for rule in entry.rules if isinstance(entry, RuleChoice) else (entry,):
             names = targets.setdefault(rule.name, [])
             names += [name] if name not in names else []
     lines = []
-    for name, rules in rules_in_use().items():
+    for name, rules in built_in_rules().items():
         patterns = "<br>".join(dict.fromkeys(rule.text for rule in rules))
         operators = ", ".join(f"`{target}`" for target in targets.get(name, []))
         lines.append(f"| {name} | {operators} | {patterns} | {rules[0].cost} |")

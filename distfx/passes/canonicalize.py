@@ -15,6 +15,7 @@ from distfx.ir.meta import Meta, meta
 from distfx.ir.nodes import arguments, aten
 from distfx.ir.ops import OpOutput
 from distfx.passes.losses import split_loss
+from distfx.rules.registry import has_operand_roles
 
 __all__ = ["canonical", "name_after_module"]
 
@@ -418,7 +419,7 @@ def _rewrite(graph: Graph, node: Node) -> None:
         _added_product(graph, node)
     elif target in (aten.cat.default, aten.concat.default) and len(source) == 1:  # type: ignore[arg-type]
         node.target, node.args, node.kwargs = aten.alias.default, (source[0],), {}  # type: ignore[index]
-    elif target in _OPERANDS_APART or target is aten.concat.default:
+    elif target in _OPERANDS_APART or target is aten.concat.default or has_operand_roles(target):
         node.target = aten.cat.default if target is aten.concat.default else target
         _apart(graph, node)
     elif target is aten.rrelu.default and not arguments(node)["training"]:

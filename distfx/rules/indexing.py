@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import sympy
 from torch.fx import Node
 
 from distfx.ir.layout import Window
 from distfx.ir.meta import meta
 from distfx.ir.nodes import arguments
+from distfx.ir.symbolic import maximum
 from distfx.rules.builders import index
-from distfx.rules.rule import Call, LocalContext, Rule, RuleChoice, aten
+from distfx.rules.rule import Call, LocalContext, Rule, RuleChoice, aten, unchanged
 
 __all__ = ["RULES"]
 
@@ -20,7 +22,6 @@ RANKED = Rule("sort, topk", "... _@dim -> ... _@dim", cost=_GATHERED)
 TRIANGLE = Rule("triangle", "... _ _ -> ... _ _", cost="nothing if these dims are not split; otherwise gathered")
 SIMILARITY = Rule("cosine similarity", "... _@dim, ... _@dim -> ...", cost=_GATHERED)
 CROSS = Rule("cross product", "... _@dim, ... _@dim -> ... _@dim", cost=_GATHERED)
-DISTANCES = Rule("distances", "b... p _, b... r _ -> b... p r", cost="the rows of the other operand are gathered")
 ONE_HOT = Rule("one hot", "... -> ... _", cost="nothing")
 DIAGONAL = Rule("diagonal", "... _@dim1 _@dim2 -> ... _", cost="these dims are gathered if they are split")
 REPEAT = Rule("repeat", "=... -> =...", cost="the repeated dims are gathered if they are split")
@@ -33,6 +34,29 @@ NEW = Rule("new", "a!... -> _...", cost="nothing")
 BUCKETIZE = Rule("bucketize", "..., _ -> ...", cost="nothing")
 SEARCH_ONE = Rule("searchsorted in one sequence", "_, ..., ?_ -> ...", cost="nothing")
 SEARCH_ROWS = Rule("searchsorted by row", "b... _, b... v, ?b... _ -> b... v", cost="sequences are gathered if split")
+
+
+_MATRIX_PRODUCT, _DIFFERENCES = 1, 2
+"""Values of the argument ``compute_mode`` of cdist."""
+
+
+def _local_cdist(context: LocalContext) -> Call:
+    """Euclidean distances of more than 25 rows are computed by a matrix product: the global number of rows decides."""
+    a = context.arguments()
+    if a["p"] != 2 or a["compute_mode"] or not (context.is_split(-1) or context.is_split(-2)):
+        return unchanged(context)
+    most = maximum(*meta(context.node).shape[-2:])
+    mode: Any
+    if isinstance(most, int):
+        mode = _MATRIX_PRODUCT if most > 25 else _DIFFERENCES
+    else:
+        mode = sympy.Piecewise((_MATRIX_PRODUCT, most > 25), (_DIFFERENCES, True))
+    return context.node.target, (a["x1"], a["x2"], a["p"], mode), {}
+
+
+CDIST = Rule(
+    "distances", "b... p _, b... r _ -> b... p r", _local_cdist, cost="the rows of one operand are gathered if split"
+)
 
 
 def _one_hot(node: Node) -> Rule | None:
@@ -98,7 +122,7 @@ RULES: dict[Any, Rule | RuleChoice] = {
     aten.cosine_similarity.default: SIMILARITY,
     aten.linalg_cross.default: CROSS,
     aten.cross.default: RuleChoice(_cross, (CROSS,)),
-    aten.cdist.default: DISTANCES,
+    aten.cdist.default: CDIST,
     aten.one_hot.default: RuleChoice(_one_hot, (ONE_HOT,)),
     aten.diagonal.default: DIAGONAL,
     aten.repeat.default: REPEAT,

@@ -153,13 +153,13 @@ class _Parser:
         start = 0
         while start < len(self.text):
             blanks = len(self.text[start:]) - len(self.text[start:].lstrip())
-            found = _TOKEN.match(self.text, start + blanks)
-            if found is None:
+            token = _TOKEN.match(self.text, start + blanks)
+            if token is None:
                 if start + blanks == len(self.text):
                     break
                 self.fail(f"unexpected {self.text[start + blanks]!r}", start + blanks)
-            yield _Token(found.group(), found.start(), blanks == 0)
-            start = found.end()
+            yield _Token(token.group(), token.start(), blanks == 0)
+            start = token.end()
         yield _Token(_END, len(self.text), False)
 
     def fail(self, problem: str, start: int | None = None) -> NoReturn:
@@ -367,16 +367,16 @@ def _match(
     extents: dict[str, Size] = {name: arguments[key] for name, many, key in pattern.extents if not many}
     bound = {name: len(arguments[key]) for name, many, key in pattern.extents if many}
     tensors: list[_Tensor] = []
-    for (_, shape), words in zip(operands, terms, strict=True):
-        places = _place(words, len(shape), width - len(shape), positions, bound)
+    for (_, shape), each in zip(operands, terms, strict=True):
+        places = _place(each, len(shape), width - len(shape), positions, bound)
         if places is None:
             return None
         tensors.append(_Tensor(shape, places))
     lengths = _lengths(tensors)
     present = {factor for tensor in tensors for place in tensor.places for factor in place.term.factors}
-    words = tuple(t for t in pattern.result if not (t.optional and t.factors) or set(t.factors) <= present)
-    fixed = {name: length for name, length in lengths.items() if not any(t.equal and t.group == name for t in words)}
-    places = _place(words, len(result), 0, positions, bound | fixed)
+    kept = tuple(t for t in pattern.result if not (t.optional and t.factors) or set(t.factors) <= present)
+    fixed = {name: length for name, length in lengths.items() if not any(t.equal and t.group == name for t in kept)}
+    places = _place(kept, len(result), 0, positions, bound | fixed)
     if places is None:
         return None
     tensors.append(_Tensor(result, places))
@@ -434,13 +434,13 @@ def _place_all(
     flexible = [term for term, size in zip(rest, sizes, strict=True) if term.many and size is None]
     if spare < 0 or (spare and not flexible):
         return None
-    words = iter(
+    others = iter(
         _Place(term, number, count)
         for term, size in zip(rest, sizes, strict=True)
         for count in [1 if not term.many else spare if size is None else size]
         for number in range(count)
     )
-    return [slots[dim] if dim in slots else next(words) for dim in range(rank)]
+    return [slots[dim] if dim in slots else next(others) for dim in range(rank)]
 
 
 def _lengths(tensors: Iterable[_Tensor]) -> dict[str, int]:
@@ -485,12 +485,12 @@ def _equal_dims(tensors: Sequence[_Tensor], lengths: Mapping[str, int]) -> dict[
     """For each group with ``=``, the numbers of the dims that have the same extent in all tensors with the group."""
     sizes: dict[str, list[dict[int, Size]]] = {}
     for tensor in tensors:
-        found: dict[str, dict[int, Size]] = {}
+        extents: dict[str, dict[int, Size]] = {}
         for place, size in zip(tensor.places, tensor.shape, strict=True):
             if place.term.equal and place.term.group is not None:
                 shift = lengths[place.term.group] - place.count
-                found.setdefault(place.term.group, {})[shift + place.number] = size
-        for group, each in found.items():
+                extents.setdefault(place.term.group, {})[shift + place.number] = size
+        for group, each in extents.items():
             sizes.setdefault(group, []).append(each)
     return {
         group: {number for number in each[0] if all(other.get(number) == each[0][number] for other in each)}
@@ -526,10 +526,10 @@ def _unsplit_broadcast(tensor: _Tensor, extents: Mapping[str, Size]) -> Iterator
 
 
 def _windows(tensors: Sequence[_Tensor]) -> list[tuple[int, str]]:
-    found = []
+    windows = []
     for index, tensor in enumerate(tensors):
         terms = list(dict.fromkeys(place.term for place in tensor.places))
         for place, dim in zip(tensor.places, tensor.dims, strict=True):
             if place.term.window:
-                found.append((index, terms.index(place.term), place.number, dim.factors[0]))
-    return [(index, factor) for index, _, _, factor in sorted(found)]
+                windows.append((index, terms.index(place.term), place.number, dim.factors[0]))
+    return [(index, factor) for index, _, _, factor in sorted(windows)]

@@ -1,7 +1,7 @@
 """The rule table: for each operator, how its dims may be split and the call that a rank makes.
 
-An operator without a rule falls back to replicated execution. Rules are added with :func:`register_rule`; the built-in
-ones are in the file of their family in :mod:`distfx.rules`.
+An operator without a rule falls back to replicated execution. :func:`register_rule` adds a rule. The built-in rules are
+in the files of their families in :mod:`distfx.rules`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from distfx.rules.pointwise import POINTWISE, draws, is_pointwise, is_random
 from distfx.rules.rule import Call, LocalContext, OpSpec, Rule, RuleChoice, aten, tensor_arguments, unchanged
 
 __all__ = [
+    "BUILT_IN",
     "CONVOLUTION",
     "TABLE",
     "TRANSPOSED",
@@ -35,14 +36,16 @@ __all__ = [
     "Rule",
     "RuleChoice",
     "aten",
+    "built_in_rules",
     "draws",
+    "has_operand_roles",
     "overload_of",
     "register_rule",
     "rule_of",
     "spec_of",
 ]
 
-TABLE: dict[Any, Rule | RuleChoice] = {
+BUILT_IN: Mapping[Any, Rule | RuleChoice] = {
     **contraction.RULES,
     **indexing.RULES,
     **normalization.RULES,
@@ -53,12 +56,22 @@ TABLE: dict[Any, Rule | RuleChoice] = {
     **resampling.RULES,
     **shape.RULES,
 }
-"""Maps each operator to its rule, or to several rules of which one fits a call."""
+"""The rules of distfx itself."""
+
+TABLE: dict[Any, Rule | RuleChoice] = dict(BUILT_IN)
+"""Maps each operator to its rule, or to several rules of which one fits a call. Includes registered rules."""
 
 
 def rule_of(target: Any) -> Rule | RuleChoice | None:
     """The rule of an operator, or ``None`` if it has none."""
     return TABLE.get(target) or (POINTWISE if is_pointwise(target) else None)
+
+
+def has_operand_roles(target: Any) -> bool:
+    """Whether the operands of an operator have different patterns, so that one tensor cannot stand for two of them."""
+    rule = rule_of(target)
+    rules = rule.rules if isinstance(rule, RuleChoice) else () if rule is None else (rule,)
+    return any(len({o.terms for o in parse(each.pattern).operands}) > 1 for each in rules if each.pattern)
 
 
 _specs: WeakKeyDictionary[Node, tuple[tuple[Any, ...], OpSpec | None]] = WeakKeyDictionary()
@@ -131,7 +144,9 @@ def register_rule(
     if overload._schema.is_mutable:
         raise DistfxError(f"{overload} writes into its arguments; rules are for operators that return new tensors")
     if is_random(overload):
-        raise DistfxError(f"{overload} draws random numbers, and a rule cannot say which ranks draw the same ones")
+        raise DistfxError(
+            f"{overload} draws random numbers, and a pattern cannot state which ranks draw the same numbers"
+        )
     if not replace and rule_of(overload) is not None:
         raise DistfxError(f"{overload} has a rule already; pass replace=True to use another one")
     try:
@@ -206,7 +221,7 @@ def _window_problem(pattern: Pattern, windows: Windows | None, mode: str) -> str
     if pattern.has_windows and windows is None:
         return "has windows: pass windows="
     if windows is not None and not pattern.has_windows:
-        return "has no windows, but windows= is given: write [s] for a dim that is read through a window"
+        return "has no windows, but windows= was passed: write [s] for a dim that is read through a window"
     if mode not in PAD_MODES:
         return f"has mode {mode!r}; the modes are {', '.join(PAD_MODES)}"
     return None
@@ -222,10 +237,10 @@ def _window_function(windows: Windows | None) -> Callable[[Node], Sequence[Windo
     return lambda node: fixed
 
 
-def rules_in_use() -> Mapping[str, list[Rule]]:
-    """All rules by name: the element-wise rule, which has no entry for each operator, first."""
+def built_in_rules() -> Mapping[str, list[Rule]]:
+    """The rules of distfx by name. The element-wise rule comes first; most of its operators have no entry."""
     result: dict[str, list[Rule]] = {POINTWISE.name: [POINTWISE]}
-    for entry in TABLE.values():
+    for entry in BUILT_IN.values():
         for rule in entry.rules if isinstance(entry, RuleChoice) else (entry,):
             known = result.setdefault(rule.name, [])
             known += [rule] if rule not in known else []

@@ -10,7 +10,7 @@ import pytest
 from torch.fx import Graph, Node
 
 from distfx.rules.notation import MAX_LENGTH, Match, match, parse
-from distfx.rules.registry import CONVOLUTION, TABLE, TRANSPOSED, aten, rules_in_use
+from distfx.rules.registry import CONVOLUTION, TABLE, TRANSPOSED, aten, built_in_rules
 from distfx.rules.rule import RuleChoice
 
 Shape = tuple[int, ...]
@@ -189,7 +189,7 @@ def test_random_text_parses_or_raises_value_error() -> None:
 
 def test_every_pattern_of_the_table_is_what_runs() -> None:
     """A rule has a pattern that parses, or a builder: never both."""
-    rules = [rule for group in rules_in_use().values() for rule in group]
+    rules = [rule for group in built_in_rules().values() for rule in group]
     for rule in rules:
         assert bool(rule.pattern) != bool(rule.build), rule.name
         assert rule.cost, rule.name
