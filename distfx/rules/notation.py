@@ -15,7 +15,7 @@ convolution. Each word stands for one dim or for several:
 ``=...``            only dims with the same extent in every tensor get a factor; the others are not split
 ``r@dim``           the dims at the positions in argument ``dim`` (an int or a list; none means all dims), in that order
 ``r!``              the operator itself reduces over ``r``: its result is complete, not a partial sum
-``m?``              a dim that may be missing
+``m?``              a dim that may be missing; ``_@dim?`` in the result has extent one, as ``keepdim`` leaves it
 ==================  ====================================================================================================
 
 An operand with a leading ``?`` may be missing. One with a leading ``*`` stands for all remaining operands. A final
@@ -88,6 +88,11 @@ class Term:
     inside: bool = False
     equal: bool = False
     optional: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is a reduced dim that ``keepdim`` keeps with extent one: ``_@dim?``."""
+        return bool(self.argument) and self.optional and not self.factors
 
     @property
     def group(self) -> str | None:
@@ -372,12 +377,12 @@ def _match(
         if places is None:
             return None
         tensors.append(_Tensor(shape, places))
-    lengths = _lengths(tensors)
+    lengths = {t.group: 0 for each in terms for t in each if t.many and t.group is not None} | _lengths(tensors)
     present = {factor for tensor in tensors for place in tensor.places for factor in place.term.factors}
     kept = tuple(t for t in pattern.result if not (t.optional and t.factors) or set(t.factors) <= present)
     fixed = {name: length for name, length in lengths.items() if not any(t.equal and t.group == name for t in kept)}
     places = _place(kept, len(result), 0, positions, bound | fixed)
-    if places is None:
+    if places is None or any(p.term.is_kept and size != 1 for p, size in zip(places, result, strict=True)):
         return None
     tensors.append(_Tensor(result, places))
     if not _name_factors(tensors, _lengths(tensors)) or not _find_extents(tensors, extents):

@@ -93,6 +93,8 @@ def test_dims(
         ("n c ... -> n c ...", [(2,)], (2,), {}),
         ("... -> ...", [(2, 3)], (3,), {}),
         ("... r@dim -> ...", [(2, 3)], (2, 3), {"dim": 1}),
+        ("... r@dim -> ... _@dim?", [(2, 3)], (2, 3), {"dim": []}),  # any.dims reduces over no dims
+        ("... r@dim -> ... _@dim?", [(2, 3)], (7,), {"dim": None}),
         ("r@dims -> r...", [(2, 2)], (2, 2), {"dims": [0, 0]}),
         ("n (g c) -> n", [(2, 6)], (2,), {}),  # the extents of g and c are unknown
     ],
