@@ -113,7 +113,7 @@ def _prelu(node: Node) -> Rule:
     return PRELU if len(meta(node).shape) > 1 else POINTWISE
 
 
-def _check_pick(call: BoundCall) -> str | None:
+def _check_target(call: BoundCall) -> str | None:
     values, target = call.operand(0), call.operand(1)
     expected = (*values[:1], *values[2:]) if len(values) > 1 else ()
     if target == expected:
@@ -124,11 +124,11 @@ def _check_pick(call: BoundCall) -> str | None:
 TARGET_CLASS = Rule(
     "class of a target",
     "n _ ..., n ... -> n ...",
-    check=_check_pick,
+    check=_check_target,
     cost="classes are gathered if they are split",
 )
 SINGLE_TARGET_CLASS = Rule(
-    "class of a single target", "_, ->", check=_check_pick, cost="classes are gathered if they are split"
+    "class of a single target", "_, ->", check=_check_target, cost="classes are gathered if they are split"
 )
 TARGET_WEIGHT = Rule("weight of a target", "..., _ -> ...", cost="nothing")
 
