@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -119,7 +120,15 @@ def index(rule: Rule, node: Node) -> OpSpec | None:
 def reshape(rule: Rule, node: Node) -> OpSpec | None:
     """Runs of dims with equal products correspond. In each run both sides have the same factors, the major first."""
     x: Any = node.args[0]
-    before, after = list(meta(x).shape), list(meta(node).shape)
+    source, result, extents = _common_factors(tuple(meta(x).shape), tuple(meta(node).shape))
+    return OpSpec(rule, node, ((x, source),), result, extents)
+
+
+@lru_cache(maxsize=4096)
+def _common_factors(
+    before: tuple[Size, ...], after: tuple[Size, ...]
+) -> tuple[DimPatterns, DimPatterns, dict[str, Size]]:
+    """The factors of both shapes, and their extents."""
     source, result = [DimPattern(())] * len(before), [DimPattern(())] * len(after)
     extents: dict[str, Size] = {}
     for number, (left, right) in enumerate(_runs(before, after)):
@@ -143,7 +152,7 @@ def reshape(rule: Rule, node: Node) -> OpSpec | None:
                     name = f"r{number}_{side}_{i}"
                     extents[name] = size
                     patterns[dim] = DimPattern((*patterns[dim].factors, name))
-    return OpSpec(rule, node, ((x, tuple(source)),), tuple(result), extents)
+    return tuple(source), tuple(result), extents
 
 
 def _same(a: Size, b: Size) -> bool:
@@ -163,7 +172,7 @@ def _divides(a: Size, b: Size) -> bool:
     return bool((sympy.sympify(b) / a).is_integer)
 
 
-def _runs(before: list[Size], after: list[Size]) -> list[tuple[list[int], list[int]]]:
+def _runs(before: Sequence[Size], after: Sequence[Size]) -> list[tuple[list[int], list[int]]]:
     """Pairs of runs of dims whose extents have the same product, without dims of extent one."""
     left = [i for i, size in enumerate(before) if size != 1]
     right = [i for i, size in enumerate(after) if size != 1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as replaced
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Node
@@ -74,26 +73,14 @@ def has_operand_roles(target: Any) -> bool:
     return any(len({o.terms for o in parse(each.pattern).operands}) > 1 for each in rules if each.pattern)
 
 
-_specs: WeakKeyDictionary[Node, tuple[tuple[Any, ...], OpSpec | None]] = WeakKeyDictionary()
-"""The last spec of each node, with the target, arguments, shape and rule that it was computed from."""
-
-
 def spec_of(node: Node) -> OpSpec | None:
     """The iteration space of a call, or ``None`` if no rule fits it."""
-    shape = Meta.shape.get(node)
-    if not isinstance(shape, tuple) or Meta.multiple.get(node):
+    if not isinstance(Meta.shape.get(node), tuple) or Meta.multiple.get(node):
         return None
     rule = rule_of(operator_of(node))
-    if rule is None:
-        return None
-    key = (node.target, node.args, node.kwargs, shape, rule)
-    previous = _specs.get(node)
-    if previous is not None and all(old is new for old, new in zip(previous[0], key, strict=True)):
-        return previous[1]
-    picked = rule.pick(node) if isinstance(rule, RuleChoice) else rule
-    spec = picked.spec(node) if picked is not None else None
-    _specs[node] = key, spec
-    return spec
+    if isinstance(rule, RuleChoice):
+        rule = rule.pick(node)
+    return rule.spec(node) if rule is not None else None
 
 
 # ---------------------------------------------------------------------------------------------- registration
