@@ -4,6 +4,7 @@
 >>> net = distfx.parallelize(model, distfx.Grid(n=2, c=2, h=2))                         # doctest: +SKIP
 """
 
+from distfx import testing
 from distfx.api import explain, parallelize, plan
 from distfx.errors import (
     CaptureError,
@@ -14,11 +15,12 @@ from distfx.errors import (
     RankMismatchError,
 )
 from distfx.grid import Grid
-from distfx.ir.layout import Layout
+from distfx.ir.layout import Layout, Window
 from distfx.loss import with_loss
 from distfx.module import ParallelModule
 from distfx.report.ledger import Ledger, record_comm
 from distfx.report.plan import Plan, PlanRow
+from distfx.rules.registry import register_rule
 from distfx.runtime.comm import groups as _groups  # noqa: F401  (connects grids with processes)
 from distfx.runtime.comm.launch import init
 from distfx.training.checkpoint import Checkpoint, load, save
@@ -38,12 +40,15 @@ __all__ = [
     "Plan",
     "PlanRow",
     "RankMismatchError",
+    "Window",
     "explain",
     "init",
     "load",
     "parallelize",
     "plan",
     "record_comm",
+    "register_rule",
     "save",
+    "testing",
     "with_loss",
 ]

@@ -106,8 +106,6 @@ class Meta:
     # Set by the planning passes
     statistics_axes = Field[frozenset[str] | None]()
     """The axes over which a batch norm computes its statistics; ``None`` for all."""
-    bias_dim = Field[int]()
-    """The dim along which ``add_bias`` adds."""
     decision = Field[Any]()
     """The :class:`distfx.planner.decisions.Decision` of an operator."""
 

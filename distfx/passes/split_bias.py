@@ -35,9 +35,8 @@ def split_bias(graph: Graph, plan: Decisions, axes: Mapping[str, int], stored: M
         with graph.inserting_after(node):
             added = graph.call_function(ops.add_bias)
         node.replace_all_uses_with(added)
-        added.args = (node, bias)
+        added.args, added.kwargs = (node, bias), {"dim": 1 if node.target is aten.convolution.default else -1}
         added.meta = dict(node.meta)
-        meta(added).bias_dim = 1 if node.target is aten.convolution.default else -1
         kept = tuple((operand, need) for operand, need in decision.needs if operand is not bias)
         plan.nodes[node] = replace(decision, needs=kept, spec=replace(spec, operands=spec.operands[: len(kept)]))
         bias_spec = spec_of(added)

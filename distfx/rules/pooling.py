@@ -1,4 +1,4 @@
-"""Pooling."""
+"""Pooling: windows of fixed size, adaptive windows, and whole planes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from distfx.ir.layout import Window
 from distfx.ir.meta import meta
 from distfx.ir.nodes import arguments, operator_of
 from distfx.ir.ops import LocalSize, LocalStart
-from distfx.rules.reduction import local_mean, reduce_inside, reduction
-from distfx.rules.rule import Call, LocalContext, OpSpec, Rule, RuleChoice, aten, spec_from_dims, unchanged
+from distfx.rules.reduction import local_mean, reduce_inside
+from distfx.rules.rule import Call, LocalContext, Rule, RuleChoice, aten, unchanged
 
 __all__ = ["ADAPTIVE", "AVG_POOL", "MAX_POOL", "RULES"]
 
 
 def _pool_arguments(node: Node) -> dict[str, Any]:
-    """Kernel, stride, padding and dilation of a pooling call for each spatial dim, with the rest by name."""
+    """The arguments of a pooling call; kernel, stride, padding and dilation as one number for each spatial dim."""
     values = arguments(node)
     rank = len(meta(node).shape) - 2
 
     def each(name: str, default: Any) -> list[int]:
         value = values.get(name)
-        listed: list[int] = list(value) if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
-        listed = listed if value not in (None, []) else list(default)
-        return listed * rank if len(listed) == 1 else listed
+        sizes: list[int] = list(value) if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
+        sizes = sizes if value not in (None, []) else list(default)
+        return sizes * rank if len(sizes) == 1 else sizes
 
     values["kernel_size"] = each("kernel_size", [1])
     values["stride"] = each("stride", values["kernel_size"])
@@ -85,7 +85,7 @@ AVG_POOL = Rule(
 
 
 def _local_max_index(context: LocalContext) -> Call:
-    """Indices are positions in the whole plane; a part starts where its first window does."""
+    """Indices are positions in the global plane; a part starts where its first window starts."""
     split = context.split_space()
     if not any(split):
         return unchanged(context)
@@ -98,9 +98,9 @@ def _local_max_index(context: LocalContext) -> Call:
         )
     ]
     extent = list(meta(context.spec.operands[0][0]).shape[2:])
-    words = {"extent": extent, "first": first, "size": context.blocks(LocalSize)}
+    options = {"extent": extent, "first": first, "size": context.blocks(LocalSize)}
     call = (context.args[0], a["kernel_size"], a["stride"], padding, a["dilation"], a["ceil_mode"])
-    return ops.max_pool_index, call, words
+    return ops.max_pool_index, call, options
 
 
 MAX_INDEX = replace(MAX_POOL, name="indices of max pooling", local=_local_max_index, cost="as max pooling")
@@ -114,79 +114,66 @@ def _with_indices(node: Node) -> Rule | None:
 # -------------------------------------------------------------------------------- windows that vary by position
 
 
-def _adaptive_rank(node: Node) -> int:
-    """How many dims an adaptive pooling pools: a batch may be missing."""
-    return next(rank for rank in (1, 2, 3) if f"pool{rank}d" in str(operator_of(node)))
-
-
 def _adaptive_kind(node: Node) -> str:
     if "avg" in str(operator_of(node)):
         return "avg"
     return "max" if isinstance(node.target, ops.OpOutput) and node.target.index == 0 else "index"
 
 
-def _adaptive_spec(rule: Rule, node: Node) -> OpSpec | None:
-    """Output o reads ``[floor(o E / R), ceil((o+1) E / R))``."""
+def _adaptive_windows(node: Node) -> list[Window]:
+    """Output o reads ``[floor(o E / R), ceil((o+1) E / R))`` of E inputs for R outputs."""
     x: Any = node.args[0]
-    shape = meta(node).shape
-    every = list(range(len(shape)))
-    pooled = every[len(shape) - _adaptive_rank(node) :]
-    windows = {(0, i): Window(hi=shape[i] - 1, mul=meta(x).shape[i], div=shape[i]) for i in pooled}
-    return spec_from_dims(rule, node, [(x, every)], every, windows)
+    pairs = zip(meta(x).shape[2:], meta(node).shape[2:], strict=True)
+    return [Window(hi=after - 1, mul=before, div=after) for before, after in pairs]
 
 
 def _local_adaptive(context: LocalContext) -> Call:
     shape = meta(context.node).shape
-    first = len(shape) - _adaptive_rank(context.node)
-    if not any(split.axes for split in context.layout.dims[first:]):
+    if not any(context.split_space()):
         return unchanged(context)
-    words = {
+    options = {
         "kind": _adaptive_kind(context.node),
-        "extent": list(meta(context.spec.operands[0][0]).shape[first:]),
-        "result": list(shape[first:]),
-        "start": context.blocks(LocalStart, first),
-        "size": context.blocks(LocalSize, first),
+        "extent": list(meta(context.spec.operands[0][0]).shape[2:]),
+        "result": list(shape[2:]),
+        "start": context.blocks(LocalStart),
+        "size": context.blocks(LocalSize),
     }
-    return ops.adaptive_pool, (context.args[0],), words
+    return ops.adaptive_pool, (context.args[0],), options
 
 
 ADAPTIVE = Rule(
     "adaptive pooling",
     "n c [s]... -> n c s...",
     _local_adaptive,
-    build=_adaptive_spec,
+    windows=_adaptive_windows,
     cost="space: halos where windows cross",
 )
 
 
 def _pooled(node: Node) -> list[int]:
-    rank = len(meta(node).shape)
-    return list(range(rank - _adaptive_rank(node), rank))
+    return list(range(2, len(meta(node).shape)))
 
 
-def _greatest(node: Node) -> str:
+def _extreme_kind(node: Node) -> str:
     return "max" if _adaptive_kind(node) == "max" else "argmax"
 
 
-GLOBAL_AVG = reduction(
+GLOBAL_AVG = Rule(
     "global average pooling",
     "n c s... -> n c _...",
-    _pooled,
-    local=local_mean(_pooled),
+    local_mean(_pooled),
     cost="an allreduce of a value per sample and channel",
 )
-GLOBAL_MAX = reduction(
+GLOBAL_MAX = Rule(
     "global max pooling",
-    "n c s... -> n c _...",
-    _pooled,
-    local=reduce_inside(_greatest, _pooled),
-    inside=True,
+    "n c s!... -> n c _...",
+    reduce_inside(_extreme_kind, _pooled),
     cost="an allreduce of a value and one of an index per sample and channel",
 )
 
 
 def _adaptive(node: Node) -> Rule:
-    """To a single value it is a mean or a greatest element; to others its windows vary."""
+    """Adaptive pooling to a single value is a mean or a maximum; otherwise its windows vary."""
     if any(meta(node).shape[dim] != 1 for dim in _pooled(node)):
         return ADAPTIVE
     return GLOBAL_AVG if _adaptive_kind(node) == "avg" else GLOBAL_MAX
@@ -197,20 +184,16 @@ ADAPTIVE_AVG = RuleChoice(_adaptive, (GLOBAL_AVG, ADAPTIVE))
 ADAPTIVE_MAX = RuleChoice(_adaptive, (GLOBAL_MAX, ADAPTIVE))
 
 
-# ----------------------------------------------------------------------------------------- space stays whole
+# ------------------------------------------------------------------------------------------ space is not split
 
 UNPOOL = Rule(
     "max unpooling",
     "n c _..., n c _... -> n c _...",
-    unchanged,
-    tensors=(0, 1),
-    cost="space is gathered: indices point anywhere",
+    cost="space is gathered, because indices point anywhere",
 )
 FRACTIONAL = Rule(
     "fractional pooling",
     "n c _..., n c _ -> n c _...",
-    unchanged,
-    tensors=(0, 3),
     cost="space is gathered",
 )
 

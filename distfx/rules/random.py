@@ -1,40 +1,28 @@
-"""Operators that make a tensor of random numbers: stochastic depth, noise.
+"""Operators that return random numbers: stochastic depth, noise.
 
-Those with a size alone are drawn whole, alike on every rank; those that fill a tensor lie as it does, and then ranks
-with the same part of it draw the same numbers, others independent ones.
+An operator that only takes a size is replicated: all ranks draw the same numbers. One that takes a tensor follows its
+layout: ranks with the same part draw the same numbers, others draw independent ones.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch.fx import Node
-
 from distfx.ir import ops
-from distfx.ir.meta import meta
 from distfx.ir.ops import LocalPart
-from distfx.rules.rule import Call, LocalContext, OpSpec, Rule, aten, spec_from_dims
+from distfx.rules.rule import Call, LocalContext, Rule, aten
 
 __all__ = ["RANDOM", "RULES"]
 
 
-def _random_spec(rule: Rule, node: Node) -> OpSpec | None:
-    every = list(range(len(meta(node).shape)))
-    if any(meta(operand).shape != meta(node).shape for operand in node.all_input_nodes):
-        return None
-    return spec_from_dims(rule, node, [(operand, every) for operand in node.all_input_nodes], every)
-
-
 def _local_random(context: LocalContext) -> Call:
-    """The operator's name is an argument: the drawing is done by :class:`distfx.runtime.kernels.random.Draw`."""
+    """:class:`distfx.runtime.kernels.random.Draw` draws; the name of the operator is an argument."""
     part = LocalPart(tuple(axis for split in context.layout.dims for axis in split.axes))
     name = str(context.node.target).removeprefix("aten.")
     return ops.draw, context.args, dict(context.node.kwargs) | {"operator": name, "part": part}
 
 
-RANDOM = Rule(
-    "random numbers", "... -> ...", _local_random, build=_random_spec, cost="eight bytes a pass: rank 0's seed"
-)
+RANDOM = Rule("random numbers", "*... -> ...", _local_random, cost="rank 0's seed: eight bytes per pass")
 
 RULES: dict[Any, Rule] = {
     aten.rand.default: RANDOM,

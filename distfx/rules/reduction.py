@@ -1,4 +1,4 @@
-"""Reductions. Sums and means leave partial sums; the others reduce small values inside (``ops.reduce``)."""
+"""Reductions. Sums and means leave partial sums; the others exchange small values themselves (``ops.reduce``)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from distfx.ir.meta import meta
 from distfx.ir.nodes import arguments, operator_of
 from distfx.ir.ops import LocalPart, LocalStart
 from distfx.ir.symbolic import product
-from distfx.rules.rule import Call, LocalContext, OpSpec, Rule, RuleChoice, aten, spec_from_dims, unchanged
+from distfx.rules.rule import Call, LocalContext, Rule, RuleChoice, aten, unchanged
 
-__all__ = ["MEAN", "RULES", "SOFTMAX", "SUM", "local_mean", "reduce_inside", "reduction"]
+__all__ = ["MEAN", "RULES", "SOFTMAX", "SUM", "local_mean", "reduce_inside"]
+
+Dims = Callable[[Node], Sequence[int]]
 
 
-def _reduced(node: Node) -> Sequence[int]:
-    """The dims a reduction runs over, or all."""
+def _reduced_dims(node: Node) -> Sequence[int]:
+    """The dims in argument ``dim``, or all."""
     x: Any = node.args[0]
     dims: Any = arguments(node).get("dim")
     rank = len(meta(x).shape)
@@ -28,55 +30,39 @@ def _reduced(node: Node) -> Sequence[int]:
     return sorted(d % rank for d in ([dims] if isinstance(dims, int) else dims)) if rank else []
 
 
-def reduction(
-    name: str,
-    pattern: str,
-    dims: Callable[[Node], Sequence[int]],
-    *,
-    local: Callable[[LocalContext], Call],
-    split: bool = True,
-    inside: bool = False,
-    cost: str,
-) -> Rule:
-    """A row for a reduction over ``dims``, kept as ones or dropped. They may be split (``split``), leaving a partial
-    sum, or where the operator reduces ``inside`` a result that is whole."""
+def local_mean(dims: Dims) -> Callable[[LocalContext], Call]:
+    """A mean over ``dims``. If they are split, each rank divides its sum by the global count."""
 
-    def build(rule: Rule, node: Node) -> OpSpec | None:
-        x: Any = node.args[0]
-        rank, over = len(meta(x).shape), set(dims(node))
-        keeps = len(meta(node).shape) == rank
-        result = [None if i in over else i for i in range(rank) if keeps or i not in over]
-        source = [i if split or i not in over else None for i in range(rank)]
-        spec = spec_from_dims(rule, node, [(x, source)], result)
-        return replace(spec, inside=frozenset(f"d{i}" for i in over)) if inside else spec
-
-    return Rule(name, pattern, local, build=build, cost=cost)
-
-
-def local_mean(dims: Callable[[Node], Sequence[int]]) -> Callable[[LocalContext], Call]:
     def local(context: LocalContext) -> Call:
         if not context.layout.partial:
             return unchanged(context)
         shape = meta(context.spec.operands[0][0]).shape
         over = list(dims(context.node))
-        words = {"keepdim": len(meta(context.node).shape) == len(shape), "count": product(shape[dim] for dim in over)}
+        options = {"keepdim": len(meta(context.node).shape) == len(shape), "count": product(shape[dim] for dim in over)}
         dtype = {key: value for key, value in context.node.kwargs.items() if key == "dtype"}
-        return ops.mean, (context.args[0], over), words | dtype
+        return ops.mean, (context.args[0], over), options | dtype
 
     return local
 
 
-MEAN = reduction("mean", "... -> ...", _reduced, local=local_mean(_reduced), cost="an allreduce of the result")
-SUM = reduction("sum", "... -> ...", _reduced, local=unchanged, cost="an allreduce of the result")
+SUM = Rule("sum", "... r@dim -> ... _@dim?", cost="an allreduce of the result")
+MEAN = replace(SUM, name="mean", local=local_mean(_reduced_dims))
 
 
-# ---------------------------------------------------------------------------------- those that reduce inside
+# ------------------------------------------------------------------------ reductions that complete themselves
+
+_KEEP_DIMS = ("softmax", "log_softmax", "cumsum", "cumprod")
+"""The kinds whose result has the shape of the operand."""
+_NEED_POSITIONS = ("max", "min", "argmax", "argmin")
+"""The kinds that need the global positions of elements."""
+_NEED_EVERY_PART = ("prod", "cumsum", "cumprod")
+"""The kinds that need a value from each rank, by the number of its part."""
 
 
 def reduce_inside(
-    kind: str | Callable[[Node], str], dims: Callable[[Node], Sequence[int]] = _reduced, **extra: Callable[[Node], Any]
+    kind: str | Callable[[Node], str], dims: Dims = _reduced_dims, **options: Callable[[Node], Any]
 ) -> Callable[[LocalContext], Call]:
-    """Over split dims ``ops.reduce`` of a kind (see :mod:`distfx.runtime.kernels.reduce`), else the call itself."""
+    """``ops.reduce`` of a kind (see :mod:`distfx.runtime.kernels.reduce`) if ``dims`` are split, else the same call."""
 
     def local(context: LocalContext) -> Call:
         node, over = context.node, list(dims(context.node))
@@ -86,37 +72,26 @@ def reduce_inside(
             return unchanged(context)
         name = kind if isinstance(kind, str) else kind(node)
         shape = meta(x).shape
-        words: dict[str, Any] = {"kind": name, "dims": over, "axis": axes}
-        if len(meta(node).shape) == len(shape) and name not in _KEEPING:
-            words["keepdim"] = True
-        if name in _PLACED:
-            words["start"] = [LocalStart(shape[dim], splits[dim]) for dim in over]
-        if name in (*_PLACED, "var", "std"):
-            words["extent"] = [shape[dim] for dim in over]
-        if name in _STACKED:
-            words["part"] = LocalPart(axes)
+        values: dict[str, Any] = {"kind": name, "dims": over, "axis": axes}
+        if len(meta(node).shape) == len(shape) and name not in _KEEP_DIMS:
+            values["keepdim"] = True
+        if name in _NEED_POSITIONS:
+            values["start"] = [LocalStart(shape[dim], splits[dim]) for dim in over]
+        if name in (*_NEED_POSITIONS, "var", "std"):
+            values["extent"] = [shape[dim] for dim in over]
+        if name in _NEED_EVERY_PART:
+            values["part"] = LocalPart(axes)
         dtype = arguments(node).get("dtype")
-        if dtype is None and name in _STACKED and not meta(node).dtype.is_floating_point:
+        if dtype is None and name in _NEED_EVERY_PART and not meta(node).dtype.is_floating_point:
             dtype = meta(node).dtype  # integers are added as int64
-        words |= {"dtype": dtype} if dtype is not None else {}
-        return ops.reduce, (context.args[0],), words | {key: value(node) for key, value in extra.items()}
+        values |= {"dtype": dtype} if dtype is not None else {}
+        return ops.reduce, (context.args[0],), values | {key: value(node) for key, value in options.items()}
 
     return local
 
 
-_KEEPING = ("softmax", "log_softmax", "cumsum", "cumprod")
-_PLACED = ("max", "min", "argmax", "argmin")
-_STACKED = ("prod", "cumsum", "cumprod")
-
-
-def _inner(name: str, kind: str | Callable[[Node], str], cost: str, **extra: Callable[[Node], Any]) -> Rule:
-    """A row of a reduction that reduces inside."""
-    local = reduce_inside(kind, **extra)
-    return reduction(name, "... -> ...", _reduced, local=local, inside=True, cost=cost)
-
-
 def _name(node: Node) -> str:
-    """``amax``, ``argmin``, ``max``, ``prod``, ``var``, ... after the operator."""
+    """The kind of reduction, from the operator's name: ``amax``, ``argmin``, ``max``, ``prod``, ``var``, ..."""
     name = str(operator_of(node)).split(".")[1].removesuffix("_mean")
     return f"a{name}" if name in ("max", "min") and not isinstance(node.target, ops.OpOutput) else name
 
@@ -128,57 +103,53 @@ def _correction(node: Node) -> float:
     return 1.0 if a["correction"] is None else float(a["correction"])
 
 
-EXTREME = _inner("greatest and least", _name, "an allreduce of the result, and one backward")
-ARGUMENT = _inner("first of the greatest or least", _name, "an allreduce of the result and one of its index")
-TRUTH = _inner("any, all", lambda n: {"any": "any_max", "all": "all_min"}[_name(n)], "an allreduce of a byte a result")
-LOGSUMEXP = _inner("logsumexp", "logsumexp", "two allreduces of the result")
-VARIANCE = _inner("variance", _name, "two allreduces of the result", order=_correction)
-NORM = _inner("vector norm", "norm", "an allreduce of the result", order=lambda n: float(arguments(n)["ord"]))
-PRODUCT = _inner("product", "prod", "an allreduce of every rank's result")
+def _complete(name: str, kind: str | Callable[[Node], str], cost: str, **options: Callable[[Node], Any]) -> Rule:
+    """The rule of a reduction whose result is complete on every rank."""
+    return Rule(name, "... r!@dim -> ... _@dim?", reduce_inside(kind, **options), cost=cost)
 
 
-def _aminmax(node: Node) -> str:
-    """Its two results are the least and the greatest."""
+EXTREMES = _complete("maximum and minimum", _name, "an allreduce of the result, and one backward")
+EXTREME_VALUE = _complete("values of max and min", _name, "an allreduce of the result and one of its index")
+EXTREME_INDEX = _complete("argmax, argmin", _name, "an allreduce of the result and one of its index")
+ANY_ALL = _complete(
+    "any, all",
+    lambda node: {"any": "any_max", "all": "all_min"}[_name(node)],
+    "an allreduce of one byte per element of the result",
+)
+LOGSUMEXP = _complete("logsumexp", "logsumexp", "two allreduces of the result")
+VARIANCE = _complete("variance", _name, "two allreduces of the result", order=_correction)
+NORM = _complete("vector norm", "norm", "an allreduce of the result", order=lambda n: float(arguments(n)["ord"]))
+PRODUCT = _complete("product", "prod", "an allreduce of every rank's result")
+
+
+def _aminmax_kind(node: Node) -> str:
     assert isinstance(node.target, ops.OpOutput)
     return ("amin", "amax")[node.target.index]
 
 
-def _picked(node: Node) -> Rule | None:
-    """``max`` of a dim gives values and indices; of several (``aminmax``) both extremes."""
+def _values_or_indices(node: Node) -> Rule:
+    """``max`` and ``min`` of a dim return values and indices."""
     if not isinstance(node.target, ops.OpOutput):
-        return EXTREME
-    return ARGUMENT if node.target.index == 0 else INDEX
+        return EXTREMES
+    return EXTREME_VALUE if node.target.index == 0 else INDEX_OUTPUT
 
 
-def _moments(node: Node) -> Rule | None:
-    """``var_mean`` and ``std_mean`` have the one and the other as their results."""
+def _variance_or_mean(node: Node) -> Rule:
     assert isinstance(node.target, ops.OpOutput)
     return VARIANCE if node.target.index == 0 else MEAN
 
 
-INDEX = replace(ARGUMENT, local=reduce_inside(lambda node: f"arg{_name(node)}"))
-PICKED = RuleChoice(_picked, (ARGUMENT, INDEX))
-MOMENTS = RuleChoice(_moments, (VARIANCE, MEAN))
-AMINMAX = replace(EXTREME, local=reduce_inside(_aminmax))
+AMINMAX = replace(EXTREMES, local=reduce_inside(_aminmax_kind))
+INDEX_OUTPUT = replace(EXTREME_INDEX, local=reduce_inside(lambda node: f"arg{_name(node)}"))
+VALUES_AND_INDICES = RuleChoice(_values_or_indices, (EXTREME_VALUE, INDEX_OUTPUT))
+MOMENTS = RuleChoice(_variance_or_mean, (VARIANCE, MEAN))
 
 
-# ------------------------------------------------------------------------------------- those that keep their dim
+# ------------------------------------------------------------------------------ operators that keep their dims
 
 
-def _along(node: Node) -> Sequence[int]:
-    dim: Any = node.args[1]
-    return [dim % max(1, len(meta(node).shape))]
-
-
-def _along_spec(split: bool) -> Callable[[Rule, Node], OpSpec | None]:
-    """Every dim may be split, or all but the one it runs along."""
-
-    def build(rule: Rule, node: Node) -> OpSpec | None:
-        x: Any = node.args[0]
-        words = [i if split or i not in _along(node) else None for i in range(len(meta(node).shape))]
-        return spec_from_dims(rule, node, [(x, words)], words)
-
-    return build
+def _dim(node: Node) -> Sequence[int]:
+    return [arguments(node)["dim"] % max(1, len(meta(node).shape))]
 
 
 def _softmax_kind(node: Node) -> str:
@@ -188,48 +159,46 @@ def _softmax_kind(node: Node) -> str:
 SOFTMAX = Rule(
     "softmax",
     "... -> ...",
-    reduce_inside(_softmax_kind, _along),
-    build=_along_spec(True),
-    cost="over a split dim two allreduces of a value a row, and one backward",
+    reduce_inside(_softmax_kind, _dim),
+    cost="over a split dim two allreduces of a value per row, and one backward",
 )
 CUMULATIVE = Rule(
-    "cumulative",
+    "cumulative sum and product",
     "... -> ...",
-    reduce_inside(_name, _along),
-    build=_along_spec(True),
-    cost="over a split dim an allreduce of every rank's value a row, and one backward",
+    reduce_inside(_name, _dim),
+    cost="over a split dim an allreduce of every rank's value per row, and one backward",
 )
-RANKED = Rule(
-    "ranked",
-    "... _ -> ... _",
-    unchanged,
-    build=_along_spec(False),
-    cost="nothing where its dim is whole, else a gather",
+UNSPLIT_DIM = Rule(
+    "cumulative extremes",
+    "... _@dim -> ... _@dim",
+    cost="nothing if that dim is not split; otherwise it is gathered",
 )
-WHOLE = reduction(
-    "other reductions", "... -> ...", _reduced, local=unchanged, split=False, cost="the reduced dims are gathered"
+UNSPLIT_REDUCTION = Rule(
+    "median and mode", "... _@dim -> ... _@dim?", cost="the reduced dim is gathered if it is split"
 )
+RENORM = Rule("renorm", "_... r@dim -> _... r@dim", cost="nothing if only that dim is split; others are gathered")
 
 RULES: dict[Any, Rule | RuleChoice] = {
     aten.mean.dim: MEAN,
     aten.mean.default: MEAN,
     aten.sum.dim_IntList: SUM,
     aten.sum.default: SUM,
-    aten.amax.default: EXTREME,
-    aten.amin.default: EXTREME,
-    aten.max.default: EXTREME,
-    aten.min.default: EXTREME,
-    aten.max.dim: PICKED,
-    aten.min.dim: PICKED,
+    aten.nansum.default: SUM,
+    aten.amax.default: EXTREMES,
+    aten.amin.default: EXTREMES,
+    aten.max.default: EXTREMES,
+    aten.min.default: EXTREMES,
+    aten.max.dim: VALUES_AND_INDICES,
+    aten.min.dim: VALUES_AND_INDICES,
     aten.aminmax.default: AMINMAX,
-    aten.argmax.default: ARGUMENT,
-    aten.argmin.default: ARGUMENT,
-    aten.any.default: TRUTH,
-    aten.any.dim: TRUTH,
-    aten.any.dims: TRUTH,
-    aten.all.default: TRUTH,
-    aten.all.dim: TRUTH,
-    aten.all.dims: TRUTH,
+    aten.argmax.default: EXTREME_INDEX,
+    aten.argmin.default: EXTREME_INDEX,
+    aten.any.default: ANY_ALL,
+    aten.any.dim: ANY_ALL,
+    aten.any.dims: ANY_ALL,
+    aten.all.default: ANY_ALL,
+    aten.all.dim: ANY_ALL,
+    aten.all.dims: ANY_ALL,
     aten.logsumexp.default: LOGSUMEXP,
     aten.var.default: VARIANCE,
     aten.var.correction: VARIANCE,
@@ -252,11 +221,12 @@ RULES: dict[Any, Rule | RuleChoice] = {
     aten._log_softmax.default: SOFTMAX,
     aten.cumsum.default: CUMULATIVE,
     aten.cumprod.default: CUMULATIVE,
-    aten.logcumsumexp.default: RANKED,
-    aten.cummax.default: RANKED,
-    aten.cummin.default: RANKED,
-    aten.median.dim: WHOLE,
-    aten.nanmedian.dim: WHOLE,
-    aten.mode.default: WHOLE,
-    aten.kthvalue.default: WHOLE,
+    aten.logcumsumexp.default: UNSPLIT_DIM,
+    aten.cummax.default: UNSPLIT_DIM,
+    aten.cummin.default: UNSPLIT_DIM,
+    aten.median.dim: UNSPLIT_REDUCTION,
+    aten.nanmedian.dim: UNSPLIT_REDUCTION,
+    aten.mode.default: UNSPLIT_REDUCTION,
+    aten.kthvalue.default: UNSPLIT_REDUCTION,
+    aten.renorm.default: RENORM,
 }

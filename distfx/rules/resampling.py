@@ -1,7 +1,7 @@
 """Resampling: nearest, linear and cubic interpolation, by size or by factor.
 
-Output position o reads around the input position ``(mul*o + offset) / div`` of integers: for a ratio r = in/out
-that is ``o*r`` (nearest), ``(o + 1/2) r - 1/2`` (linear, cubic) or ``o (in-1)/(out-1)`` (corners aligned).
+Output position o reads around the input position ``(mul*o + offset) / div``, all integers. With the ratio r = in/out
+that is ``o*r`` (nearest), ``(o + 1/2) r - 1/2`` (linear, cubic) or ``o (in-1)/(out-1)`` (aligned corners).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from distfx.ir.meta import meta
 from distfx.ir.nodes import arguments
 from distfx.ir.ops import LocalSize, LocalStart
 from distfx.ir.symbolic import Size, maximum
-from distfx.rules.rule import Call, LocalContext, OpSpec, Rule, aten, spec_from_dims, unchanged
+from distfx.rules.rule import Call, LocalContext, Rule, aten, unchanged
 
 __all__ = ["RESAMPLE", "RULES"]
 
@@ -27,7 +27,7 @@ _KINDS = {
     "linear": (0, 1),
     "cubic": (1, 2),
 }
-"""Of each kind: how many positions before and after the one it falls on are read."""
+"""For each kind, the number of positions that are read before and after the one that the output falls on."""
 
 
 def _kind(node: Node) -> str:
@@ -60,24 +60,18 @@ def _windows(node: Node) -> list[Window]:
             mul, div = before - 1, maximum(after - 1, 1)
         elif _kind(node) != "nearest":
             mul, div, offset = 2 * mul, 2 * div, mul - div
-        # one more on each side: positions are computed in floating point
+        # one more on each side, because positions are computed in floating point
         result.append(Window(lo=(first + 1) * div - offset, hi=offset - mul + (last + 2) * div, mul=mul, div=div))
     return result
 
 
-def _resample_spec(rule: Rule, node: Node) -> OpSpec | None:
-    x: Any = node.args[0]
-    every = list(range(len(meta(node).shape)))
-    return spec_from_dims(rule, node, [(x, every)], every, {(0, 2 + i): w for i, w in enumerate(_windows(node))})
-
-
 def _local_resample(context: LocalContext) -> Call:
     node = context.node
-    split = [bool(context.axes.get(f"d{i}")) for i in range(2, len(meta(node).shape))]
+    split = context.split_space()
     if not any(split):
         return unchanged(context)
     a = arguments(node)
-    words = {
+    options = {
         "kind": _kind(node),
         "align": bool(a.get("align_corners")),
         "scales": list(a.get("scale_factors") or [None] * len(split)),
@@ -87,11 +81,11 @@ def _local_resample(context: LocalContext) -> Call:
         "start": context.blocks(LocalStart),
         "size": context.blocks(LocalSize),
     }
-    return ops.resample, (context.args[0],), words
+    return ops.resample, (context.args[0],), options
 
 
 RESAMPLE = Rule(
-    "resample", "n c [s]... -> n c s...", _local_resample, build=_resample_spec, cost="space: the rows that blocks read"
+    "resample", "n c [s]... -> n c s...", _local_resample, windows=_windows, cost="space: the rows that blocks read"
 )
 
 RULES: dict[Any, Rule] = {

@@ -1,24 +1,26 @@
-"""What a row of the rule table is, and what a call is in its terms.
+"""What a rule is, and the iteration space of one call that follows from it.
 
-A row's pattern (see :mod:`distfx.rules.notation`) is all the planner needs: which factors there are, which dims they
-split, which are summed over, which dims are read through windows. ``local`` turns the call into one on local tensors:
-windows have brought what lies beyond the block, so padding remains only on dims that are not split.
+The pattern of a rule (see :mod:`distfx.rules.notation`) is all that the planner needs: the factors, the dims that they
+split, the factors that are summed over, and the dims that are read through windows. ``local`` turns a call into one on
+local tensors. Halos have been fetched by then, so padding remains only on dims that are not split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
+import torch
 from torch.fx import Node
 
 from distfx.ir.layout import Layout, Window
 from distfx.ir.meta import meta
-from distfx.ir.nodes import aten
+from distfx.ir.nodes import arguments, aten, operator_of
 from distfx.ir.ops import LocalSize
 from distfx.ir.symbolic import Size
-from distfx.rules.notation import DimPattern, parse
+from distfx.rules.notation import DimPattern, DimPatterns, Pattern, match, parse
 
 __all__ = [
     "BoundCall",
@@ -29,18 +31,20 @@ __all__ = [
     "Rule",
     "RuleChoice",
     "aten",
-    "spec_from_dims",
     "spec_from_pattern",
+    "tensor_arguments",
     "unchanged",
 ]
 
-DimPatterns = tuple[DimPattern, ...]
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""Target, positional and keyword arguments of a call."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One call of an operator: its operands with their dims' factors, the factors' extents, the windows."""
+    """The iteration space of one call: the factors of its operands' dims, their extents, and the windows."""
 
     rule: Rule
     node: Node
@@ -48,39 +52,51 @@ class OpSpec:
     result: DimPatterns
     extents: Mapping[str, Size]
     windows: Mapping[tuple[int, str], Window] = field(default_factory=dict)
-    """The window through which an operand, by its number, is read along a factor."""
+    """The window through which an operand, by its index, is read along a factor."""
     mode: str = "constant"
+    """How windows read beyond the border: a mode of ``torch.nn.functional.pad``."""
     fill: float = 0.0
+    """The value that windows read beyond the border in mode ``"constant"``."""
     inside: frozenset[str] = frozenset()
-    """The factors whose reduction the operator completes itself: over their axes the result is the same everywhere."""
+    """The factors over which the operator reduces itself. Over their axes the result is replicated, not partial."""
     units: Mapping[str, Size] = field(default_factory=dict)
-    """The granules in which factors are split, where an operand comes so: tokens ``H*W`` by rows of ``W``."""
-
-    def spatial(self) -> tuple[str, ...]:
-        """The factors of the result's spatial dims, in order."""
-        return tuple(word.factors[0] if word.factors else "" for word in self.result[2:])
+    """The granule in which a factor is split if an operand is stored that way: tokens ``H*W`` by rows of ``W``."""
 
 
 @dataclass(frozen=True)
 class LocalContext:
-    """Where a call becomes local: the axes of each factor, the result's layout, the arguments in place."""
+    """A call that is about to become local: the axes of each factor, the result's layout, the present arguments."""
 
     spec: OpSpec
     axes: Mapping[str, tuple[str, ...]]
     layout: Layout
+    """The layout of the result, before partial sums are completed."""
     args: tuple[Any, ...]
     ranks: Mapping[str, int]
     """The sizes of the grid's axes."""
     operands: tuple[Layout, ...] = ()
-    """The layouts in which the operands come."""
+    """The layouts of the operands, in the order of ``spec.operands``."""
 
     @property
     def node(self) -> Node:
         return self.spec.node
 
+    def arguments(self) -> dict[str, Any]:
+        """The present arguments by name, defaults included."""
+        schema = operator_of(self.node)._schema.arguments
+        return arguments(self.node) | {a.name: value for a, value in zip(schema, self.args, strict=False)}
+
+    def is_split(self, dim: int) -> bool:
+        """Whether a dim of the result is split."""
+        return bool(self.layout.dims[dim].axes)
+
     def split_space(self) -> list[bool]:
-        """Which of the result's spatial dims are split."""
-        return [bool(self.axes.get(factor)) for factor in self.spec.spatial()]
+        """For each spatial dim of the result (dim 2 and later), whether it is split."""
+        return [bool(split.axes) for split in self.layout.dims[2:]]
+
+    def axes_of(self, dims: Sequence[int]) -> tuple[str, ...]:
+        """The axes that split any of these dims of the result."""
+        return tuple(axis for dim in dims for axis in self.layout.dims[dim].axes)
 
     def blocks(self, kind: type[LocalSize], first: int = 2) -> list[LocalSize]:
         """Start or size of this rank's block of each of the result's dims, from dim ``first`` on."""
@@ -97,56 +113,19 @@ class LocalContext:
 
 @dataclass(frozen=True)
 class BoundCall:
-    """A localised call when its sizes have become numbers."""
+    """A localized call with numbers in place of symbolic sizes."""
 
     spec: OpSpec
     node: Node
     shape: tuple[int, ...]
-    """Of the result, global."""
+    """The global shape of the result."""
     number: Callable[[Size], int]
     least: Callable[[Any], int]
-    """The smallest that a size, or a :class:`LocalSize`, is on any rank."""
+    """The smallest value of a size, or of a :class:`LocalSize`, on any rank."""
 
     def operand(self, index: int) -> tuple[int, ...]:
         """The global shape of an operand."""
         return tuple(self.number(size) for size in meta(self.spec.operands[index][0]).shape)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One row of the table."""
-
-    name: str
-    pattern: str
-    local: Callable[[LocalContext], Call]
-    tensors: tuple[int, ...] = (0,)
-    windows: Callable[[Node], Sequence[Window]] | None = None
-    """The windows of the first operand's windowed dims, in order."""
-    fill: float = 0.0
-    anchor: bool = False
-    """Whether the planner weighs strategies for it; others follow the layout of an operand."""
-    product: bool = False
-    """Whether it is a sum of products, which autocast computes in its dtype."""
-    scatter: str | None = None
-    """The factor over which a partial result is scattered."""
-    build: Callable[[Rule, Node], OpSpec | None] | None = None
-    """Makes the spec of operators whose dims vary; by default it comes from the pattern."""
-    check: Callable[[BoundCall], str | None] | None = None
-    """What is wrong with a call at some sizes, in words that follow its description: what capture left open."""
-    cost: str = ""
-    """What it communicates, in words, for the documentation."""
-
-    def spec(self, node: Node) -> OpSpec | None:
-        """The iteration space of a call, or ``None`` if the row does not fit it."""
-        return self.build(self, node) if self.build else spec_from_pattern(self, node)
-
-
-@dataclass(frozen=True)
-class RuleChoice:
-    """Several rows of one operator, of which ``pick`` finds the one that fits a call."""
-
-    pick: Callable[[Node], Rule | None]
-    rules: tuple[Rule, ...]
 
 
 def unchanged(context: LocalContext) -> Call:
@@ -154,60 +133,133 @@ def unchanged(context: LocalContext) -> Call:
     return context.node.target, context.args, dict(context.node.kwargs)
 
 
-def spec_from_pattern(rule: Rule, node: Node) -> OpSpec | None:
-    """A spec from the row's pattern, with as many spatial dims as the result has."""
-    rank = len(meta(node).shape) - 2
-    if rank not in (0, 1, 2, 3):
-        return None
-    pattern = parse(rule.pattern, rank)
-    operands: list[tuple[Node, DimPatterns]] = []
-    extents: dict[str, Size] = {}
-    for position, words in zip(rule.tensors, pattern.operands, strict=True):
-        operand = node.args[position] if position < len(node.args) else None
-        if not isinstance(operand, Node):
-            continue
-        if len(meta(operand).shape) != len(words):
+@dataclass(frozen=True)
+class Rule:
+    """How one operator is distributed.
+
+    The operands of the pattern are the tensor arguments of the operator, in the order of its schema.
+    """
+
+    name: str
+    pattern: str = ""
+    """The pattern in the notation of :mod:`distfx.rules.notation`; empty if ``build`` computes the spec."""
+    local: Callable[[LocalContext], Call] = unchanged
+    """Returns the call that a rank makes on its local tensors."""
+    windows: Callable[[Node], Sequence[Window | None]] | None = None
+    """Returns the windows of the pattern's windowed dims, in order; ``None`` for a dim that needs no window."""
+    mode: str | Callable[[Node], str] = "constant"
+    """How windows read beyond the border of the tensor: a mode of ``torch.nn.functional.pad``."""
+    fill: float | Callable[[Node], float] = 0.0
+    """The value that windows read beyond the border in mode ``"constant"``."""
+    anchor: bool = False
+    """Whether the planner compares strategies for the operator. All other operators follow the layout of an operand."""
+    product: bool = False
+    """Whether the operator is a sum of products: autocast lowers its dtype, and the sum over an empty part is zero."""
+    scatter: str | None = None
+    """The factor of the result that channel axes split when a partial result is reduced (reduce-scatter instead of
+    allreduce)."""
+    build: Callable[[Rule, Node], OpSpec | None] | None = None
+    """Computes the spec of operators whose dims a pattern cannot express."""
+    check: Callable[[BoundCall], str | None] | None = None
+    """Returns what is wrong with a call at concrete sizes, worded to follow the name of the node, or ``None``."""
+    cost: str = ""
+    """What the operator communicates, for the documentation."""
+
+    @property
+    def text(self) -> str:
+        """The pattern, or the function that takes its place."""
+        return f"computed by `{self.build.__name__}`" if self.build else f"`{self.pattern}`"
+
+    def spec(self, node: Node) -> OpSpec | None:
+        """The iteration space of a call, or ``None`` if the rule does not fit it."""
+        return self.build(self, node) if self.build else spec_from_pattern(self, node)
+
+
+@dataclass(frozen=True)
+class RuleChoice:
+    """Several rules of one operator. ``pick`` returns the rule that fits a call, or ``None``."""
+
+    pick: Callable[[Node], Rule | None]
+    rules: tuple[Rule, ...]
+
+
+# ----------------------------------------------------------------------------------------------- from patterns
+
+
+@lru_cache(maxsize=1024)
+def tensor_arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
+    """Name and type of each tensor argument of an operator: ``Tensor``, ``Optional[Tensor]`` or a list of tensors.
+
+    >>> tensor_arguments(aten.linear.default)
+    (('input', 'Tensor'), ('weight', 'Tensor'), ('bias', 'Optional[Tensor]'))
+    """
+    typed = ((argument.name, str(argument.type)) for argument in op._schema.arguments)
+    return tuple((name, kind) for name, kind in typed if "Tensor" in kind)
+
+
+def _operands(pattern: Pattern, node: Node, values: Mapping[str, Any]) -> list[tuple[int, Node]] | None:
+    """The tensors that the operands of a pattern stand for, each with the index of its entry in the pattern."""
+    target = operator_of(node)
+    if isinstance(target, torch._ops.OpOverload):
+        tensors = [values[name] for name, _ in tensor_arguments(target)]
+    else:
+        tensors = [value for value in node.args if isinstance(value, Node)]
+    result: list[tuple[int, Node]] = []
+    for index, operand in enumerate(pattern.operands):
+        if operand.quantifier == "*":
+            known = {other for _, other in result}
+            return result + [(index, other) for other in node.all_input_nodes if other not in known]
+        value = tensors[index] if index < len(tensors) else None
+        if isinstance(value, Node):
+            result.append((index, value))
+        elif operand.quantifier != "?":
             return None
-        operands.append((operand, words))
-    for operand, words in [*operands, (node, pattern.result)]:
-        for word, extent in zip(words, meta(operand).shape, strict=True):
-            if len(word.factors) == 1 and not word.window:
-                extents[word.factors[0]] = extent
-    through = [word.factors[0] for word in pattern.operands[0] if word.window]
-    found = list(rule.windows(node)) if rule.windows else []
-    if len(found) != len(through):
-        return None  # an input without a batch
-    windows = dict(zip(((0, factor) for factor in through), found, strict=True))
-    return OpSpec(rule, node, tuple(operands), pattern.result, extents, windows, fill=rule.fill)
+    return result
 
 
-def spec_from_dims(
-    rule: Rule,
-    node: Node,
-    operands: Sequence[tuple[Node, Sequence[int | None]]],
-    result: Sequence[int | None],
-    windows: Mapping[tuple[int, int], Window] | None = None,
-    mode: str = "constant",
-    fill: float = 0.0,
-    extents: Mapping[int, Size] | None = None,
-) -> OpSpec:
-    """A spec whose factors are numbers: for each dim of an operand its factor, or ``None`` where it stays whole."""
-
-    def words(numbers: Sequence[int | None], at: int | None) -> DimPatterns:
-        through = {factor for operand, factor in windows or {} if operand == at}
-        return tuple(DimPattern(() if n is None else (f"d{n}",), n in through) for n in numbers)
-
-    sizes: dict[str, Size] = {f"d{n}": size for n, size in (extents or {}).items()}
-    for other, numbers in [*operands, (node, result)]:
-        sizes |= {f"d{n}": s for n, s in zip(numbers, meta(other).shape, strict=True) if n is not None}
-    sizes |= {f"d{n}": s for n, s in zip(result, meta(node).shape, strict=True) if n is not None}
+def spec_from_pattern(rule: Rule, node: Node) -> OpSpec | None:
+    """The spec of a call from the rule's pattern, or ``None`` if the pattern does not fit the call."""
+    pattern = parse(rule.pattern)
+    is_aten = isinstance(operator_of(node), torch._ops.OpOverload)
+    values = arguments(node) if is_aten else dict(node.kwargs)
+    tensors = _operands(pattern, node, values)
+    if tensors is None:
+        return None
+    shapes = [(index, meta(operand).shape) for index, operand in tensors]
+    matched = match(pattern, shapes, meta(node).shape, values)
+    if matched is None:
+        return None
+    windows = _windows(rule, node, matched.windows)
+    if windows is None:
+        return None
+    operands: dict[Node, DimPatterns] = {}
+    for index, ((_, operand), dims) in enumerate(zip(tensors, matched.operands, strict=True)):
+        dims = tuple(
+            DimPattern(dim.factors) if dim.window and (index, dim.factors[0]) not in windows else dim for dim in dims
+        )
+        if operands.setdefault(operand, dims) != dims:
+            return None  # one tensor in two roles: it cannot have two layouts
+    order = list(operands)
     return OpSpec(
         rule,
         node,
-        tuple((operand, words(numbers, i)) for i, (operand, numbers) in enumerate(operands)),
-        words(result, None),
-        sizes,
-        {(operand, f"d{factor}"): window for (operand, factor), window in (windows or {}).items()},
-        mode,
-        fill,
+        tuple(operands.items()),
+        matched.result,
+        matched.extents,
+        {(order.index(tensors[index][1]), factor): window for (index, factor), window in windows.items()},
+        _value(rule.mode, node),
+        _value(rule.fill, node),
+        matched.inside,
     )
+
+
+def _windows(rule: Rule, node: Node, dims: Sequence[tuple[int, str]]) -> dict[tuple[int, str], Window] | None:
+    """The windows of the windowed dims, or ``None`` if the rule computes another number of them."""
+    windows = list(rule.windows(node)) if rule.windows and dims else []
+    if len(windows) != len(dims):
+        return None
+    return {key: window for key, window in zip(dims, windows, strict=True) if window is not None}
+
+
+def _value(setting: T | Callable[[Node], T], node: Node) -> T:
+    return setting(node) if callable(setting) else setting

@@ -1,4 +1,4 @@
-"""Operators beyond convolutions: each exact, under every layout its rule allows, and by rule: nothing runs whole."""
+"""Operators beyond convolutions: exact under every layout that their rules allow, without fallbacks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from support.ranks import run
 from torch import Tensor, nn
 
 import distfx
+from distfx.rules.rule import Call, LocalContext
 
 
 class Between(nn.Module):
-    """A convolution, the operator, a convolution: so that the operator meets split tensors and has gradients."""
+    """The operator between two convolutions, so that its operand is split and has a gradient."""
 
     def __init__(self, operator: str, channels: int = 8, after: int = 8) -> None:
         super().__init__()
@@ -113,7 +115,7 @@ def test_operator(name: str, grid: str) -> None:
 
 
 class Expressions(nn.Module):
-    """A convolution and expressions of its result ``x``, all of which are returned: one capture for many operators."""
+    """A convolution, and expressions of its result ``x``, all returned: one capture for many operators."""
 
     def __init__(self, texts: tuple[str, ...], channels: int = 5) -> None:
         super().__init__()
@@ -129,7 +131,7 @@ class Expressions(nn.Module):
 def expressions(
     grid: str, texts: tuple[str, ...], channels: int = 5, shapes: tuple[tuple[int, ...], ...] = ((2, 3, 7, 6),)
 ) -> None:
-    """All of ``texts`` are exact on ``grid``, by rule."""
+    """Check that all of ``texts`` are exact on ``grid``, without fallbacks."""
     results = check(Expressions, grid, list(shapes), kwargs={"texts": texts, "channels": channels}, example=True)
     rows = results[0]["rows"]
     assert not any(row.fallback for row in rows), [row.node for row in rows if row.fallback]
@@ -167,7 +169,7 @@ def test_similarities_of_operands_that_broadcast(grid: str) -> None:
 
 
 class Frequencies(nn.Module):
-    """An embedding whose gradient depends on how often an index comes in the whole batch."""
+    """An embedding whose gradient depends on the frequency of each index in the global batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +239,7 @@ MOMENTS = (
 @pytest.mark.parametrize("grid", ["c3", "h3", "n2h2", "c2h2"])
 @pytest.mark.parametrize("texts", [REDUCTIONS, MOMENTS], ids=["reductions", "moments"])
 def test_reductions_send_small_values(texts: tuple[str, ...], grid: str) -> None:
-    """Over split dims nothing is gathered but the outputs."""
+    """Over split dims only the outputs are gathered."""
     shapes = ((3, 3, 7, 6), (2, 3, 2, 2)) if "3" in grid else ((3, 3, 7, 6),)  # also smaller than the axis
     expressions(grid, texts, shapes=shapes)
     plan = distfx.plan(Expressions(texts), grid, (4, 3, 12, 6), outputs="local")
@@ -312,8 +314,8 @@ class Tokens(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
         tokens = x.flatten(2).transpose(1, 2)
-        made, _ = self.attention(tokens, tokens, tokens, need_weights=False)
-        return x + made.transpose(1, 2).reshape(x.shape)
+        mixed, _ = self.attention(tokens, tokens, tokens, need_weights=False)
+        return x + mixed.transpose(1, 2).reshape(x.shape)
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -377,8 +379,79 @@ def test_picks(texts: tuple[str, ...], grid: str) -> None:
     expressions(grid, texts)
 
 
+MORE = (
+    "torch.nansum(x.masked_fill(x > 1, float('nan')), (1, 2))",
+    "torch.linalg.cross(x[:, :3], x[:, 1:4], dim=1)",
+    "torch.cross(x[:, :, :3], x[:, :, 1:4], dim=2)",
+    "torch.cdist(x, x * 2)",
+    "torch.cdist(x, x)",
+    "torch.bucketize(x, torch.linspace(-1, 1, 5)) * x",
+    "torch.searchsorted(torch.linspace(-1, 1, 5, dtype=x.dtype), x) * x",
+    "torch.searchsorted(x.detach().sort(3)[0], x) * x",
+    "torch.renorm(x, 2, 1, 0.5)",
+    "torch.take_along_dim(x, x.argsort(2), 2)",
+    "torch.take_along_dim(x, x.argmax(1, keepdim=True), 1)",
+    "F.scaled_dot_product_attention(x[:, :4], x[:, :2], x[:, 2:4], enable_gqa=True)",
+)
+
+
+@pytest.mark.parametrize("grid", ["h3", "n2w2", "c2h2"])
+def test_searches_and_distances(grid: str) -> None:
+    expressions(grid, MORE)
+
+
+@torch.library.custom_op("distfx_tests::smooth", mutates_args=())
+def smooth(x: Tensor, padding: int) -> Tensor:
+    """The mean of three neighbours along the last dim."""
+    y = F.pad(x, (padding, padding))
+    return (y[..., :-2] + y[..., 1:-1] + y[..., 2:]) / 3
+
+
+@smooth.register_fake
+def _(x: Tensor, padding: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] + 2 * padding - 2))
+
+
+def _smooth_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    spread = sum((F.pad(grad, (shift, 2 - shift)) for shift in range(3)), torch.zeros(())) / 3
+    return spread[..., ctx.padding : spread.shape[-1] - ctx.padding], None
+
+
+def _smooth_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.padding = inputs[1]
+
+
+smooth.register_autograd(_smooth_backward, setup_context=_smooth_setup)
+
+
+@distfx.register_rule(
+    smooth, "... [r] -> ... r", windows=lambda a: [distfx.Window(lo=a["padding"], hi=2 - a["padding"])]
+)
+def _local_smooth(context: LocalContext) -> Call:
+    x, padding = context.args
+    return context.node.target, (x, 0 if context.is_split(-1) else padding), {}
+
+
+class Smooth(nn.Module):
+    """An operator from outside, with its rule, between convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(5, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.distfx_tests.smooth(self.first(x), 2)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("grid", ["w2", "c2", "n2w2", "w3"])
+def test_operator_from_outside(grid: str) -> None:
+    results = check(Smooth, grid, [(2, 3, 6, 8), (3, 3, 5, 7)])
+    assert not any(row.fallback for row in results[0]["rows"])
+
+
 class Noise(nn.Module):
-    """Noise in the shape of an activation, which has no gradient, and what a convolution makes of it."""
+    """Noise in the shape of an activation, which has no gradient, through a convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +526,7 @@ def test_dropout(grid: str, features: bool) -> None:
 
 
 class Depth(nn.Module):
-    """Stochastic depth as libraries write it, or noise: on top of ones, so that what was drawn can be read off."""
+    """Stochastic depth as libraries write it, or noise, applied to ones: the output shows the drawn numbers."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -482,7 +555,7 @@ def drawn(grid: str, kind: str) -> list[Tensor]:
         results.append(net(x).detach())
         after = torch.default_generator.get_state()
         torch.manual_seed(seed)
-        torch.randint(2**62, (1,))  # the seed of the pass is all that is taken from the generator
+        torch.randint(2**62, (1,))  # a pass only draws its seed from the generator
         assert not torch.equal(state, after) and torch.equal(after, torch.default_generator.get_state())
     net.zero_grad()
     y = net(x)
@@ -493,7 +566,7 @@ def drawn(grid: str, kind: str) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["empty", "new_empty", "rand", "randn_like"])
 @pytest.mark.parametrize("grid", ["n2", "c2", "h2", "c2h2"])
 def test_random_numbers(grid: str, kind: str) -> None:
-    """Replicas draw alike, shards independently, each pass anew, and all of it follows from the seed."""
+    """Replicas draw identical numbers, shards independent ones, new ones in each pass, all determined by the seed."""
     results = run(ranks_of(grid), drawn, grid, kind)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), "replicas drew differently"
@@ -551,7 +624,7 @@ def test_networks(model: type[nn.Module], grid: str) -> None:
 
 
 class Sequence(nn.Module):
-    """A recurrent net after a convolution: it has no rule, so it runs whole; without dropout it is not random."""
+    """A recurrent net after a convolution. It has no rule, so it falls back; without dropout it is not random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -565,7 +638,7 @@ class Sequence(nn.Module):
 
 @pytest.mark.parametrize("grid", ["w2", "c2", "n2"])
 @pytest.mark.filterwarnings("ignore::distfx.FallbackWarning")
-def test_recurrent_nets_run_whole(grid: str) -> None:
+def test_recurrent_nets_fall_back(grid: str) -> None:
     results = check(Sequence, grid, [(2, 3, 8)], example=True)
     assert any(row.fallback for row in results[0]["rows"])
 

@@ -378,7 +378,7 @@ def other_target(grid: str, criterion: nn.Module, shape: tuple[int, ...]) -> Non
 @pytest.mark.parametrize("grid", ["n2", "h2"])
 def test_targets_of_another_size(grid: str, shape: tuple[int, ...], criterion: nn.Module) -> None:
     message = same(run_raises(2, other_target, grid, criterion, shape))
-    assert f"meets a target of shape {shape}" in message and "is (2, 8, 8)" in message
+    assert f"gets a target of shape {shape}" in message and "need a target of shape (2, 8, 8)" in message
 
 
 def ask_for_slices(which: str, index: int, shape: tuple[int, ...]) -> None:

@@ -20,6 +20,7 @@ from distfx.passes.canonicalize import arithmetic, outputs, products, shapes
 from distfx.passes.canonicalize.batch import add_batch_dim
 from distfx.passes.canonicalize.calls import Rewrite, duplicate_operands
 from distfx.passes.losses import LOSSES
+from distfx.rules.registry import has_operand_roles
 
 __all__ = ["REWRITES", "canonicalize", "name_after_module"]
 
@@ -29,6 +30,8 @@ def canonicalize(graph: Graph, node: Node) -> Node:
     rewrite = REWRITES.get(node.target)
     if rewrite is not None:
         rewrite(graph, node)
+    elif has_operand_roles(node.target):
+        duplicate_operands(graph, node)
     return add_batch_dim(graph, node)
 
 
