@@ -415,14 +415,14 @@ def test_wrong_gradients_are_found() -> None:
 
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    softmax = reduce.KINDS["softmax"]
+    softmax = reduce.REDUCTIONS["softmax"]
 
     def fail(value: Tensor, reduction: reduce.Reduction) -> Tensor:
         if reduction.segment.index == 1:
             raise RuntimeError("no memory")
         return softmax(value, reduction)
 
-    monkeypatch.setitem(reduce.KINDS, "softmax", fail)
+    monkeypatch.setitem(reduce.REDUCTIONS, "softmax", fail)
     with pytest.raises(AssertionError, match=r"\.1/n on n2, result 0: rank 1: RuntimeError: no memory"):
         check_rule(aten.softmax.int, (x(4, 5), 1))
 
