@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
@@ -23,6 +22,7 @@ from distfx.grid import Grid
 from distfx.ir.layout import Layout
 from distfx.ir.meta import meta
 from distfx.ir.symbolic import evaluate_shape
+from distfx.ir.torch_private import tree_leaves, tree_unflatten
 from distfx.passes.bind import evaluate_layout
 from distfx.passes.capture.export import Mode
 from distfx.passes.pipeline import BIND, COMPILE, Compiled, PassRecord, bind_graph, plan_at
@@ -124,7 +124,7 @@ class ParallelModule(Shell):
         """As the model's own. Plain tensors are global, the same on all ranks; DTensors are sharded already."""
         engine = self._engine
         args, kwargs = engine.bind_arguments(args, kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         prepared = engine.prepare(Call(self._mode, args, kwargs, tensors, self._is_copy), self._store, self)
         seed = engine.draw_seed(prepared.compiled)
         gradients = Gradients(prepared.parameters, prepared.runnable.buckets, seed)
@@ -133,7 +133,7 @@ class ParallelModule(Shell):
         guard = BackwardGuard(prepared.parameters.values() if with_gradient else ())
         for result in with_gradient:
             result.register_hook(guard)
-        return pytree.tree_unflatten(results, prepared.compiled.capture.out_spec)
+        return tree_unflatten(results, prepared.compiled.capture.out_spec)
 
     # ---------------------------------------------------------------------------------------------- inspection
 

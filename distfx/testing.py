@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -31,6 +30,7 @@ from distfx.ir.layout import Coords, Layout
 from distfx.ir.meta import meta
 from distfx.ir.ops import OpOutput, is_inserted
 from distfx.ir.route import Border
+from distfx.ir.torch_private import schema_of, tree_flatten, tree_leaves, tree_unflatten
 from distfx.passes.bind import bind
 from distfx.passes.link import KERNELS, link
 from distfx.passes.localize import localize
@@ -143,10 +143,10 @@ class _PlainCall:
     def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], no_grad: Collection[str]) -> None:
         self.op = op
         self.name = getattr(op, "__name__", str(op)) if is_inserted(op) else str(op)
-        leaves, self.structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        names = [] if is_inserted(op) else [argument.name for argument in op._schema.arguments]
+        leaves, self.structure = tree_flatten((tuple(args), dict(kwargs)))
+        names = [] if is_inserted(op) else [argument.name for argument in schema_of(op).arguments]
         named = dict(zip(names, args, strict=False)) | dict(kwargs)
-        constants = [leaf for name in no_grad for leaf in pytree.tree_leaves(named[name])]
+        constants = [leaf for name in no_grad for leaf in tree_leaves(named[name])]
         has_grad = [not any(leaf is constant for constant in constants) for leaf in leaves]
         self.has_grad = [
             flag and leaf.is_floating_point()
@@ -160,7 +160,7 @@ class _PlainCall:
         """The operands after the call, which may have written into them (running statistics)."""
         inputs = iter(self.written)
         values = [next(inputs) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        positional, named = pytree.tree_unflatten(values, self.structure)
+        positional, named = tree_unflatten(values, self.structure)
         results = (KERNELS[op] if is_inserted(op) else op)(*positional, **named)
         self.is_multiple = not isinstance(results, Tensor)
         self.results: tuple[Tensor, ...] = tuple(results) if self.is_multiple else (results,)
@@ -198,7 +198,7 @@ class _PlainCall:
                 continue
             nodes.append(graph.placeholder(f"operand{number}"))
             meta(nodes[-1]).shape, meta(nodes[-1]).dtype = tuple(leaf.shape), leaf.dtype
-        args, kwargs = pytree.tree_unflatten(nodes, self.structure)
+        args, kwargs = tree_unflatten(nodes, self.structure)
         node = graph.call_function(OpOutput(self.op, index) if self.is_multiple else self.op, args, kwargs)
         meta(node).shape, meta(node).dtype = tuple(self.results[index].shape), self.results[index].dtype
         graph.output((node,))

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +30,7 @@ from distfx.engine.parameters import ParameterLayouts, ParameterStore
 from distfx.errors import CaptureError, DistfxError, FallbackWarning, SizeError, log_to_stderr, warn
 from distfx.grid import Grid
 from distfx.ir.nodes import describe, operator_of
+from distfx.ir.torch_private import tree_map
 from distfx.passes.bind import bind, converted_dtypes
 from distfx.passes.capture.attributes import AttributeSnapshot
 from distfx.passes.capture.export import Capture, InputSpec, Mode, capture, check_supported, infer_inputs
@@ -202,8 +202,8 @@ class Engine:
             like = self._example_like()
             return capture(
                 self.model,
-                pytree.tree_map(like, tuple(example)),
-                pytree.tree_map(like, dict(call.kwargs if call else {})),
+                tree_map(like, tuple(example)),
+                tree_map(like, dict(call.kwargs if call else {})),
                 training=mode,
                 batch=0 if follow and ones else batch,
             )
@@ -421,7 +421,7 @@ class Engine:
             return True
         if (index, symbols) not in state.valid_at_one:
             like = self._example_like()
-            args, kwargs = pytree.tree_map(like, call.args), pytree.tree_map(like, dict(call.kwargs))
+            args, kwargs = tree_map(like, call.args), tree_map(like, dict(call.kwargs))
             fixed = capture(self.model, args, kwargs, training=call.mode, batch=0)
             state.valid_at_one[index, symbols] = state.graphs[index].capture.same_calls(fixed, values)
         return state.valid_at_one[index, symbols]

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from distfx.ir.meta import Meta, meta
 from distfx.ir.ops import OpOutput
+from distfx.ir.torch_private import OpOverload, schema_of
 
 __all__ = ["arguments", "aten", "describe", "is_empty", "operator_of"]
 
@@ -24,8 +25,8 @@ def operator_of(node: Node) -> Any:
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of an ATen call by name, defaults included."""
     target = operator_of(node)
-    assert isinstance(target, torch._ops.OpOverload)
-    schema = target._schema.arguments
+    assert isinstance(target, OpOverload)
+    schema = schema_of(target).arguments
     values = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
     return {a.name: values.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
 

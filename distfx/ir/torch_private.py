@@ -1,7 +1,8 @@
-"""The private parts of torch that the capture relies on, each behind one name.
+"""The private parts of torch that distfx relies on, each behind one name. Those of DTensor and sympy have adapters too:
+:mod:`distfx.runtime.autograd.dtensor` and :mod:`distfx.ir.symbolic`.
 
 ``tests/unit/test_adapter.py`` checks every assumption below, so that a torch release that breaks one fails there by
-name. It also checks that the capture uses no other private part of torch.
+name. It also checks that no other module uses a private module of torch.
 
 distfx is tested with torch 2.13. With torch 2.15, on CPU, ``test_adapter.py``, ``test_capture.py`` and the
 grid-h2 cases of ``test_autograd_functions.py`` have been tried.
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import sympy
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import _trace as export_trace
 from torch.fx import Node
@@ -29,6 +30,7 @@ __all__ = [
     "SET_GRAD_ENABLED",
     "FakeTensor",
     "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "TreeSpec",
     "expression_of",

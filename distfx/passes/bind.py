@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
-import torch.utils._pytree as pytree
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
@@ -25,6 +24,7 @@ from distfx.ir.moves import Exchange, Slice
 from distfx.ir.nodes import describe
 from distfx.ir.ops import LocalPart, LocalSize
 from distfx.ir.symbolic import evaluate, evaluate_number, evaluate_shape
+from distfx.ir.torch_private import tree_leaves
 from distfx.passes.inputs import Values
 from distfx.rules.rule import BoundCall
 
@@ -131,7 +131,7 @@ def converted_dtypes(graph: Graph, dtypes: Mapping[str, torch.dtype]) -> dict[to
 def _convert_dtypes(graph: Graph, dtypes: Mapping[str, torch.dtype]) -> None:
     """Let the nodes follow the dtypes of converted parameters, unless the model itself names a dtype."""
     changed = converted_dtypes(graph, dtypes)
-    leaves = (leaf for node in graph.nodes for leaf in pytree.tree_leaves((node.args, node.kwargs)))
+    leaves = (leaf for node in graph.nodes for leaf in tree_leaves((node.args, node.kwargs)))
     if not changed or any(isinstance(leaf, torch.dtype) for leaf in leaves):
         return
     for node in graph.nodes:

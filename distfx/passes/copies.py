@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from distfx.ir import ops
 from distfx.ir.meta import Meta, inherit
 from distfx.ir.nodes import aten
+from distfx.ir.torch_private import is_mutable
 
 __all__ = ["copy_before_writes"]
 
@@ -43,7 +44,7 @@ def copy_before_writes(graph: Graph) -> None:
 def _written_buffer(node: Node) -> Node | None:
     """The buffer that a call of the model writes into, or ``None``."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
+    if not is_mutable(target) or not node.args:
         return None
     operand: Any = node.args[0]
     while isinstance(operand, Node) and operand.target in _ALIASES:

@@ -23,6 +23,7 @@ from distfx.ir import ops
 from distfx.ir.buckets import Bucket
 from distfx.ir.meta import Meta, meta
 from distfx.ir.nodes import aten, is_empty
+from distfx.ir.torch_private import OpOverload
 from distfx.runtime.autograd.gradients import Gradients
 from distfx.runtime.autograd.moves import Refresh, RunMove
 from distfx.runtime.kernels import table
@@ -60,7 +61,7 @@ def link(graph: Graph, grid: Grid, buckets: Sequence[Bucket]) -> GraphModule:
     for node in [each for each in graph.nodes if each.op == "call_function"]:
         node.args, node.kwargs = ops.on_device((node.args, node.kwargs), grid.device)
         _link_call(node, grid, gradients)
-        if Meta.in_place.get(node) and isinstance(node.target, torch._ops.OpOverload):
+        if Meta.in_place.get(node) and isinstance(node.target, OpOverload):
             node.target = KeepFirstDtype(node.target)
         if Meta.autocast.get(node) is False and node.target is not operator.getitem:
             node.target = WithoutAutocast(node.target)

@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 import sympy
-import torch
 from torch.fx import GraphModule, Node
 
 from distfx.ir.meta import Meta
 from distfx.ir.symbolic import show
+from distfx.ir.torch_private import OpOverload
 
 __all__ = ["readable"]
 
@@ -64,7 +64,7 @@ def _notes(node: Node) -> str:
 
 def _call(node: Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         name = str(target).removesuffix(".default")
     else:
         name = f"distfx.{getattr(target, '__name__', target)}"

@@ -11,6 +11,7 @@ from distfx.ir import ops
 from distfx.ir.meta import meta
 from distfx.ir.nodes import arguments, operator_of
 from distfx.ir.ops import LocalPart
+from distfx.ir.torch_private import OpOverload, schema_of
 from distfx.rules.rule import BoundCall, Call, LocalContext, Rule, RuleChoice, aten
 
 __all__ = ["BIAS", "DROPOUT", "ELEMENTWISE_LOSSES", "POINTWISE", "PRELU", "RULES", "draws", "is_pointwise", "is_random"]
@@ -61,19 +62,25 @@ _UNTAGGED = (
 )
 """Element-wise operators that torch does not tag as such, most of them aliases; with all their functional overloads."""
 
+
+def _returns_one_new_tensor(overload: OpOverload) -> bool:
+    schema = schema_of(overload)
+    is_functional = not schema.is_mutable and "out" not in schema.overload_name
+    return is_functional and [str(value.type) for value in schema.returns] == ["Tensor"]
+
+
 _ALSO_POINTWISE |= {
     overload
     for name in _UNTAGGED
     for overload in (getattr(getattr(aten, name), each) for each in getattr(aten, name).overloads())
-    if len(overload._schema.returns) == 1 and not overload._schema.is_mutable and "out" not in overload._overloadname
-    and str(overload._schema.returns[0].type) == "Tensor"
-}  # fmt: skip
+    if _returns_one_new_tensor(overload)
+}
 
 
 def is_random(target: Any) -> bool:
     """Whether an operator draws random numbers."""
-    return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.nondeterministic_seeded in target.tags or "dropout" in target._schema.name
+    return isinstance(target, OpOverload) and (
+        torch.Tag.nondeterministic_seeded in target.tags or "dropout" in schema_of(target).name
     )
 
 
@@ -89,7 +96,7 @@ def draws(node: Node) -> bool:
 
 def is_pointwise(target: Any) -> bool:
     """Whether an operator computes each element of its result from one element of each operand, which broadcast."""
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or is_random(target):
+    if not isinstance(target, OpOverload) or schema_of(target).is_mutable or is_random(target):
         return False
     return torch.Tag.pointwise in target.tags or target in _ALSO_POINTWISE
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace as replaced
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from distfx.errors import DistfxError
@@ -18,6 +17,7 @@ from distfx.ir.exchange import PAD_MODES
 from distfx.ir.layout import Window
 from distfx.ir.meta import Meta
 from distfx.ir.nodes import arguments, operator_of
+from distfx.ir.torch_private import OpOverload, OpOverloadPacket, schema_of
 from distfx.rules import contraction, indexing, normalization, pointwise, pooling, random, reduction, resampling, shape
 from distfx.rules.contraction import CONVOLUTION, TRANSPOSED
 from distfx.rules.notation import Pattern, parse
@@ -128,7 +128,7 @@ def register_rule(
     distfx.errors.DistfxError: the rule '_ _, c ->' of aten.trace.default has 2 operands, but the operator takes 1
     """
     overload = overload_of(op)
-    if overload._schema.is_mutable:
+    if schema_of(overload).is_mutable:
         raise DistfxError(f"{overload} writes into its arguments; rules are for operators that return new tensors")
     if is_random(overload):
         raise DistfxError(
@@ -161,23 +161,23 @@ def register_rule(
     return set_local
 
 
-def overload_of(op: Any) -> torch._ops.OpOverload:
+def overload_of(op: Any) -> OpOverload:
     """The operator overload that a user means."""
     overload = getattr(op, "_opoverload", op)  # torch.library.custom_op
-    if isinstance(overload, torch._ops.OpOverloadPacket):
+    if isinstance(overload, OpOverloadPacket):
         names = overload.overloads()
-        functional = [n for n in names if not getattr(overload, n)._schema.is_mutable and "out" not in n]
+        functional = [n for n in names if not schema_of(getattr(overload, n)).is_mutable and "out" not in n]
         if len(functional) != 1:
             raise DistfxError(
                 f"{overload} has the overloads {', '.join(names)}: pass one, such as {overload}.{names[0]}"
             )
         overload = getattr(overload, functional[0])
-    if not isinstance(overload, torch._ops.OpOverload):
+    if not isinstance(overload, OpOverload):
         raise DistfxError(f"a rule is for an operator such as torch.ops.mylib.blur.default, not for {op!r}")
     return overload
 
 
-def _schema_problem(pattern: Pattern, op: torch._ops.OpOverload) -> str | None:
+def _schema_problem(pattern: Pattern, op: OpOverload) -> str | None:
     """How a pattern contradicts the schema of an operator, worded to follow the name of the operator."""
     tensors = tensor_arguments(op)
     variadic = bool(pattern.operands) and pattern.operands[-1].quantifier == "*"
@@ -193,14 +193,14 @@ def _schema_problem(pattern: Pattern, op: torch._ops.OpOverload) -> str | None:
             return f"needs operand {number}, but argument {name!r} is optional: write '?' before it"
         if "Optional" not in kind and operand.quantifier == "?":
             return f"has an optional operand {number}, but argument {name!r} is required"
-    types = {argument.name: str(argument.type) for argument in op._schema.arguments}
+    types = {argument.name: str(argument.type) for argument in schema_of(op).arguments}
     for name in sorted(pattern.arguments):
         if name not in types:
             return f"names argument {name!r}, but the operator's arguments are {', '.join(types)}"
         if "int" not in types[name].lower():
             return f"names argument {name!r} of type {types[name]}, but positions and extents are integers"
-    if not op._schema.returns or any(str(value.type) != "Tensor" for value in op._schema.returns):
-        return f"is for tensors, but the operator returns {[str(value.type) for value in op._schema.returns]}"
+    if not schema_of(op).returns or any(str(value.type) != "Tensor" for value in schema_of(op).returns):
+        return f"is for tensors, but the operator returns {[str(value.type) for value in schema_of(op).returns]}"
     return None
 
 

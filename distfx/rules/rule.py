@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import torch
 from torch.fx import Node
 
 from distfx.ir.layout import Layout, Window
@@ -20,6 +19,7 @@ from distfx.ir.meta import meta
 from distfx.ir.nodes import arguments, aten, operator_of
 from distfx.ir.ops import LocalSize
 from distfx.ir.symbolic import Size
+from distfx.ir.torch_private import OpOverload, schema_of
 from distfx.rules.notation import DimPattern, DimPatterns, Pattern, match, parse
 
 __all__ = [
@@ -60,7 +60,7 @@ class OpSpec:
     inside: frozenset[str] = frozenset()
     """The factors over which the operator reduces itself. Over their axes the result is replicated, not partial."""
     units: Mapping[str, Size] = field(default_factory=dict)
-    """The granule in which a factor is split if an operand is stored that way: tokens ``H*W`` by rows of ``W``."""
+    """The unit in which a factor is split if an operand is split that way: tokens ``H*W`` by rows of ``W``."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class LocalContext:
 
     def arguments(self) -> dict[str, Any]:
         """The present arguments by name, defaults included."""
-        schema = operator_of(self.node)._schema.arguments
+        schema = schema_of(operator_of(self.node)).arguments
         return arguments(self.node) | {a.name: value for a, value in zip(schema, self.args, strict=False)}
 
     def is_split(self, dim: int) -> bool:
@@ -187,20 +187,20 @@ class RuleChoice:
 
 
 @lru_cache(maxsize=1024)
-def tensor_arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, str], ...]:
+def tensor_arguments(op: OpOverload) -> tuple[tuple[str, str], ...]:
     """Name and type of each tensor argument of an operator: ``Tensor``, ``Optional[Tensor]`` or a list of tensors.
 
     >>> tensor_arguments(aten.linear.default)
     (('input', 'Tensor'), ('weight', 'Tensor'), ('bias', 'Optional[Tensor]'))
     """
-    typed = ((argument.name, str(argument.type)) for argument in op._schema.arguments)
+    typed = ((argument.name, str(argument.type)) for argument in schema_of(op).arguments)
     return tuple((name, kind) for name, kind in typed if "Tensor" in kind)
 
 
 def _operands(pattern: Pattern, node: Node, values: Mapping[str, Any]) -> list[tuple[int, Node]] | None:
     """The tensors that the operands of a pattern stand for, each with the index of its entry in the pattern."""
     target = operator_of(node)
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         tensors = [values[name] for name, _ in tensor_arguments(target)]
     else:
         tensors = [value for value in node.args if isinstance(value, Node)]
@@ -220,7 +220,7 @@ def _operands(pattern: Pattern, node: Node, values: Mapping[str, Any]) -> list[t
 def spec_from_pattern(rule: Rule, node: Node) -> OpSpec | None:
     """The spec of a call from the rule's pattern, or ``None`` if the pattern does not fit the call."""
     pattern = parse(rule.pattern)
-    is_aten = isinstance(operator_of(node), torch._ops.OpOverload)
+    is_aten = isinstance(operator_of(node), OpOverload)
     values = arguments(node) if is_aten else dict(node.kwargs)
     tensors = _operands(pattern, node, values)
     if tensors is None:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
-from torch.utils._pytree import tree_leaves
 
 from distfx.errors import NonFiniteError
 from distfx.grid import Grid
 from distfx.ir.meta import Meta, meta
 from distfx.ir.moves import BoundMove
 from distfx.ir.nodes import describe
+from distfx.ir.torch_private import tree_leaves
 from distfx.runtime.comm.agreement import compare_values, host_group
 from distfx.runtime.comm.failure import CommunicationScope
 

@@ -319,3 +319,20 @@ def test_the_capture_uses_no_other_private_parts(path: Path) -> None:
         is_private = [name.startswith("_") and not name.endswith("__") and name not in SLOTS for name in names]
         private += [name for name, hidden in zip(names, is_private, strict=True) if hidden]
     assert private == []
+
+
+ADAPTERS = ("ir/torch_private.py", "ir/symbolic.py", "runtime/autograd/dtensor.py")
+MODULES = [p for p in sorted(PACKAGE.rglob("*.py")) if not str(p).endswith(ADAPTERS)]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_other_module_imports_private_modules_of_torch(path: Path) -> None:
+    private = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            private += [part for part in (node.module or "").split(".") if part.startswith("_")]
+        elif isinstance(node, ast.Import):
+            private += [alias.name for alias in node.names if alias.name.startswith("torch") and "._" in alias.name]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch" and node.attr.startswith("_"):
+            private.append(node.attr)
+    assert private == []

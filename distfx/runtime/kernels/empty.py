@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from distfx.ir.torch_private import tree_leaves
 from distfx.runtime.kernels.autocast import autocast_dtype
 
 __all__ = ["ZeroResult"]
@@ -43,6 +43,6 @@ class ZeroResult:
         self.__name__ = "zero"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         dtype = autocast_dtype(tensors[0]) if self.product else self.dtype
         return _Zeros.apply(self.shape, dtype, *tensors)
