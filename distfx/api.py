@@ -41,9 +41,9 @@ def parallelize(
         model: the model. It is not modified. All ranks use rank 0's parameters.
         grid: a :class:`Grid`, a string such as ``"n2c2h2"``, a dict or a ``DeviceMesh``.
         example_inputs: the arguments of a call. They are needed only if the input cannot be inferred from the first
-            layer. Only ranks and fixed sizes (channels) matter: batch and space stay symbolic.
-        strategy: ``"auto"``; ``"stationary-x"``, ``"-y"`` or ``"-w"`` for every convolution and linear layer; or a dict
-            from module paths (globs) to these.
+            layer. Only the number of dims and fixed sizes (channels) matter: batch and space stay symbolic.
+        strategy: ``"auto"``; ``"stationary-x"``, ``"-y"``, ``"-w"`` or ``"replicated"`` for every convolution and
+            linear layer; or a dict from module paths (globs) to these.
         outputs: ``"global"`` returns whole tensors, the same on all ranks; ``"local"`` returns this rank's part
             (see ``net.output_slices``).
         strict: raise, instead of warn, if an operator has no rule and falls back to replicated execution.
@@ -89,7 +89,7 @@ def plan(
     rank: int = 0,
     batch_norm: str | Collection[str] = "global",
 ) -> Plan:
-    """The plan of ``model`` for an input of global ``shape``, from the view of ``rank``. Needs no processes or memory.
+    """The plan of ``model`` for an input of global ``shape``, as seen by ``rank``. Needs no processes or memory.
 
     The model may be on the ``meta`` device. The grid may be abstract, or a string such as ``"n2c2h2"``. For a model
     with several inputs, ``shape`` is a sequence: for each input its shape, or a tensor with its shape and dtype (class

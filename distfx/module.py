@@ -109,7 +109,7 @@ class ParallelModule(Shell):
         return Mode(tuple(module.training for module in self._mirrors))
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """As the model's own ``train``, which may keep a part frozen."""
+        """Like the model's own ``train``, which may keep a part frozen."""
         model = self._engine.model
         with Mode.of(model).on(model):
             model.train(mode)
@@ -121,7 +121,7 @@ class ParallelModule(Shell):
 
     @torch.compiler.disable  # the graph is compiled already
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own. Plain tensors are global, the same on all ranks; DTensors are sharded already."""
+        """Like the model's own. Plain tensors are global, the same on all ranks; DTensors are sharded already."""
         engine = self._engine
         args, kwargs = engine.bind_arguments(args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -271,7 +271,7 @@ class ParallelModule(Shell):
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own, with DTensors. It remembers the rank whose shards it has."""
+        """Like the model's own, with DTensors. It remembers the rank whose shards it has."""
         state = super().state_dict(*args, **kwargs)
         if hasattr(state, "_metadata"):
             state._metadata[_ORIGIN] = self.grid.rank

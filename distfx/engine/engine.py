@@ -46,7 +46,7 @@ from distfx.runtime.kernels.formats import any_channels_last
 __all__ = ["Engine", "PreparedCall"]
 
 MANY_GRAPHS = 16
-"""Number of graphs of one mode from which on the user is warned."""
+"""Number of graphs of one mode above which the user is warned."""
 CACHE_SIZE = 256
 """Capacity of the LRU cache of bound graphs."""
 FLAGS = 61
@@ -58,7 +58,7 @@ SLOW = 30.0
 
 NOT_YET = (
     "the model's input could not be inferred from its first layer, so its graph and parameters are made at the first "
-    "call: give parallelize example_inputs=(x,) (with a loss: (x, target)), or call it once before."
+    "call: pass example_inputs=(x,) to parallelize (with a loss: (x, target)), or call the module once first."
 )
 
 
@@ -114,8 +114,8 @@ class Engine:
         self.example = example
         self.example_is_guessed = False
         """Whether the example was inferred from the first layer."""
-        self.any_rank = False
-        """Whether inputs may have another rank than the example: it was inferred from a linear layer."""
+        self.any_ndim = False
+        """Whether inputs may have another number of dims than the example: it was inferred from a linear layer."""
         self.layouts = ParameterLayouts(model)
         self.modes: defaultdict[Mode, ModeState] = defaultdict(ModeState)
         self._bound: LruCache[Runnable] = LruCache(CACHE_SIZE)
@@ -214,7 +214,7 @@ class Engine:
             except CaptureError:
                 continue
             self.example, self.example_is_guessed = attempt, True
-            self.any_rank = len(attempt[0].shape) == 2
+            self.any_ndim = len(attempt[0].shape) == 2
             return captured
         return None
 
@@ -253,7 +253,7 @@ class Engine:
     @contextmanager
     def _log_if_slow(self, what: str) -> Iterator[None]:
         """Log on rank 0 if the block takes longer than ``SLOW`` seconds."""
-        timer = threading.Timer(SLOW, lambda: log_to_stderr(f"{what}; this takes long"))
+        timer = threading.Timer(SLOW, lambda: log_to_stderr(f"{what}; this may take a while"))
         timer.daemon = True
         if self.grid.rank == 0 and os.environ.get("DISTFX_QUIET", "0") in ("", "0"):
             timer.start()
@@ -389,7 +389,7 @@ class Engine:
                 store.add_constants(compiled)
                 specs = _present_inputs(compiled, store.tensors())
                 try:
-                    values = match_inputs(specs, call.shapes, call.dtypes, any_rank=self.any_rank)
+                    values = match_inputs(specs, call.shapes, call.dtypes, any_ndim=self.any_ndim)
                 except SizeError as error:  # another graph may be valid
                     problem = problem or error
                     continue
@@ -456,7 +456,7 @@ class Engine:
         return bound.args, bound.kwargs
 
     def draw_seed(self, compiled: Compiled) -> int:
-        """The seed of a pass, drawn by rank 0. Nothing is drawn or sent for a graph without random operators."""
+        """The seed of a forward pass, drawn by rank 0. Nothing is sent for a graph without random operators."""
         if not compiled.is_random:
             return 0
         seed = torch.randint(2**62, (1,))

@@ -1,6 +1,6 @@
 """The parameter store: the parameters and buffers of a parallel module as DTensor shards.
 
-The module shows them under the model's own names; the engine reads them at each call. Each looks them up here.
+The module shows them under the model's own names; the engine reads them at each call. Both look them up here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ParameterLayouts:
 
 
 class ParameterStore:
-    """The shards of one parallel module. Each copy of the module has another store."""
+    """The shards of one parallel module. Each copy of the module has its own store."""
 
     def __init__(self, grid: Grid, layouts: ParameterLayouts) -> None:
         self.grid, self.layouts = grid, layouts

@@ -71,7 +71,7 @@ class LocalPart:
 
 @dataclass(frozen=True)
 class OpOutput:
-    """One output of an operator with several, as a separate call: ``topk.0``. Linking merges these calls."""
+    """One output of an operator with several, as a separate call: ``topk.0``. The pass ``share`` merges these calls."""
 
     op: Callable[..., Any]
     index: int
@@ -129,7 +129,7 @@ all_to_all = _symbolic("all_to_all", "Gather one dim and split another.")
 to_varying = _symbolic("to_varying", "Mark a tensor as used differently by each rank: its gradient is summed.")
 to_replicated = _symbolic("to_replicated", "Mark a tensor as used identically by all ranks: its gradient counts once.")
 refresh = _symbolic("refresh", "Gather a replicated buffer after each rank updated its part of it.")
-add_bias = _symbolic("add_bias", "Add a bias along dim 1, once, after the partial sums over channels are added.")
+add_bias = _symbolic("add_bias", "Add a bias along `dim`, once, after the partial sums over channels are added.")
 batch_norm = _symbolic("batch_norm", "Batch norm in train mode, with the statistics of the global batch.")
 conv_transpose = _symbolic(
     "conv_transpose", "This rank's block of the output of a transposed convolution, from `start` on."

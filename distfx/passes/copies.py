@@ -23,7 +23,7 @@ _ALIASES = (ops.to_varying, ops.to_replicated, aten.detach.default)
 
 
 def copy_before_writes(graph: Graph) -> None:
-    """Insert a copy before each reader of a buffer whose result is not used after the buffer is written."""
+    """Copy a buffer for each call that reads it, if the call's result is last used before the buffer is written."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     for write in list(graph.nodes):
         buffer = _written_buffer(write)

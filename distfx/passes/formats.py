@@ -21,15 +21,15 @@ from distfx.ir.nodes import aten
 
 __all__ = ["assign_memory_formats"]
 
-IMAGE_RANKS = (4, 5)
-"""Ranks of tensors that have a channels-last format."""
+IMAGE_NDIMS = (4, 5)
+"""Numbers of dims of tensors that have a channels-last format."""
 
 MAX_CHANNELS = 64
 """Channels per group up to which oneDNN is faster channels last, given at least ``MIN_POSITIONS``."""
 MIN_POSITIONS = 3000
-"""Positions of the result on a rank (samples and space) from which on oneDNN is faster channels last."""
+"""Positions of the result on a rank (samples and space) above which oneDNN is faster channels last."""
 
-_LAST_TO_FIRST = {rank: (0, rank - 1, *range(1, rank - 1)) for rank in IMAGE_RANKS}
+_LAST_TO_FIRST = {ndim: (0, ndim - 1, *range(1, ndim - 1)) for ndim in IMAGE_NDIMS}
 """The permutation of dims from channels last to channels first."""
 
 
@@ -37,13 +37,13 @@ def assign_memory_formats(graph: Graph, channels_last: bool, grid: Grid) -> None
     """Set ``meta.channels_last`` of every node.
 
     ``channels_last`` says that an input or a parameter is stored channels last on some rank. As in torch, convolutions
-    and what follows them are channels last then, as long as the dims keep their meaning. Otherwise, on CPUs, those
-    convolutions are computed channels last that are faster so; the outputs of the graph stay channels first.
+    and what follows them are channels last then, as long as the dims keep their meaning. Otherwise, on CPUs,
+    convolutions that are faster channels last are computed that way; the outputs of the graph stay channels first.
     """
     may_choose = not channels_last and grid.device_type == "cpu" and torch.backends.mkldnn.is_available()
     choice = grid if may_choose else None
     for node in graph.nodes:
-        is_image = len(Meta.local_shape.get(node) or ()) in IMAGE_RANKS
+        is_image = len(Meta.local_shape.get(node) or ()) in IMAGE_NDIMS
         meta(node).channels_last = is_image and _is_channels_last(node, channels_last, choice)
     if may_choose:
         _return_channels_first(graph)
@@ -74,8 +74,8 @@ def _is_channels_last(node: Node, channels_last: bool, grid: Grid | None) -> boo
 
 
 def _has_channels_last_operand(node: Node) -> bool:
-    rank = len(meta(node).local_shape)
-    images = [x for x in node.all_input_nodes if x.op != "get_attr" and len(Meta.local_shape.get(x) or ()) == rank]
+    ndim = len(meta(node).local_shape)
+    images = [x for x in node.all_input_nodes if x.op != "get_attr" and len(Meta.local_shape.get(x) or ()) == ndim]
     return any(meta(x).channels_last for x in images)
 
 

@@ -21,12 +21,12 @@ def match_inputs(
     specs: Sequence[InputSpec],
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
-    any_rank: bool = False,
+    any_ndim: bool = False,
 ) -> Values:
     """The values of a graph's symbols for inputs of these shapes.
 
-    Raises ``SizeError`` if another graph may be valid for these inputs, else ``DistfxError``. With ``any_rank``, inputs
-    of another rank raise ``SizeError``.
+    Raises ``SizeError`` if another graph may be valid for these inputs, else ``DistfxError``. With ``any_ndim``, inputs
+    with another number of dims raise ``SizeError``.
     """
     values: Values = {}
     if len(specs) != len(shapes):
@@ -34,9 +34,9 @@ def match_inputs(
     for spec, shape, dtype in zip(specs, shapes, dtypes, strict=True):
         expected = f"({', '.join(map(show, spec.shape))})"
         if len(shape) != len(spec.shape):
-            raise (SizeError if any_rank else DistfxError)(
+            raise (SizeError if any_ndim else DistfxError)(
                 f"input {spec.name} has {len(shape)} dims {shape}, but the model was captured with {len(spec.shape)}: "
-                f"{expected}. Give example_inputs with the rank you mean to use."
+                f"{expected}. Pass example_inputs with the number of dims you mean to use."
             )
         if dtype != spec.dtype:
             raise DistfxError(

@@ -23,19 +23,19 @@ from distfx.planner.decisions import Decision, Decisions
 __all__ = ["insert_moves"]
 
 _WEIGHT_DIMS = {1: "C", 2: "KC", 3: "KCR", 4: "KCRS", 5: "KCRST"}
-"""Names of the dims of parameters, by rank."""
+"""Names of the dims of parameters, by their number."""
 
 
-def insert_moves(module: GraphModule, plan: Decisions, outputs: str) -> GraphModule:
+def insert_moves(module: GraphModule, decisions: Decisions, outputs: str) -> GraphModule:
     """A copy of the graph with its moves. ``outputs`` is ``"global"`` (replicated on every rank) or ``"local"``."""
-    return GraphModule(module, _Inserter(plan, outputs).run(module.graph))
+    return GraphModule(module, _Inserter(decisions, outputs).run(module.graph))
 
 
 class _Inserter:
     """Copies a graph and moves each operand into the layout that its consumer needs."""
 
-    def __init__(self, plan: Decisions, outputs: str) -> None:
-        self.plan, self.outputs = plan, outputs
+    def __init__(self, decisions: Decisions, outputs: str) -> None:
+        self.decisions, self.outputs = decisions, outputs
         self.graph = Graph()
         self.values: dict[Node, Node] = {}
         """The copy of each node, after the moves that complete its result."""
@@ -45,15 +45,15 @@ class _Inserter:
         """The moves inserted since the last call of :meth:`_set_owner`."""
 
     def run(self, graph: Graph) -> Graph:
-        parameters = _parameter_layouts(self.plan)
+        parameters = _parameter_layouts(self.decisions)
         for node in graph.nodes:
             if node.op == "placeholder":
                 self._insert_input(node)
             elif node.op == "get_attr":
                 parameter = self.values[node] = self.graph.node_copy(node)
-                meta(parameter).layout = _with_names(parameters.get(node, self.plan.layouts[node]), is_weight=True)
+                meta(parameter).layout = _with_names(parameters.get(node, self.decisions.layouts[node]), is_weight=True)
             elif node.op == "call_function":
-                self._insert_operator(node, self.plan.nodes[node])
+                self._insert_operator(node, self.decisions.nodes[node])
             elif node.op == "output":
                 self.graph.output(tuple(self._output(value) for value in node.args[0]))
                 self.graph.output_node().meta = {}
@@ -63,7 +63,7 @@ class _Inserter:
         copy = self.values[node] = self.graph.node_copy(node)
         meta(copy).layout = _with_names(Layout.replicated(len(Meta.shape.get(node) or ())))
         if Meta.shape.is_set(node):
-            self.values[node] = self._to_layout(copy, replace(self.plan.layouts[node], names=()))
+            self.values[node] = self._to_layout(copy, replace(self.decisions.layouts[node], names=()))
             self._set_owner(copy)
 
     def _insert_operator(self, node: Node, decision: Decision) -> None:
@@ -146,15 +146,15 @@ class _Inserter:
         meta(refresh).written_layout = meta(slice_of_buffer).layout
 
 
-def _parameter_layouts(plan: Decisions) -> dict[Node, Layout]:
+def _parameter_layouts(decisions: Decisions) -> dict[Node, Layout]:
     """The layout of each parameter, varying over the axes over which its gradient must be summed."""
     varying: dict[Node, set[str]] = {}
-    for decision in plan.nodes.values():
+    for decision in decisions.nodes.values():
         for operand, need in decision.needs:
             if operand.op == "get_attr":
-                stored_axes = plan.layouts[operand].split_axes
+                stored_axes = decisions.layouts[operand].split_axes
                 varying.setdefault(operand, set()).update((need.varying | need.split_axes) - stored_axes)
-    return {node: replace(plan.layouts[node], varying=frozenset(axes)) for node, axes in varying.items()}
+    return {node: replace(decisions.layouts[node], varying=frozenset(axes)) for node, axes in varying.items()}
 
 
 def _with_names(layout: Layout, *, is_weight: bool = False) -> Layout:

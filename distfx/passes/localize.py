@@ -1,7 +1,7 @@
-"""localize: operators become local ones.
+"""localize: rewrite each call to work on this rank's tensors.
 
-in: a graph with moves.   out: the same graph, in which every call is one on this rank's tensors: padding only where the
-dim is not split, sizes as ``N/n``, means divided by global counts.
+in: a graph with moves.   out: the same graph. Moves have fetched what is beyond a rank's block, so padding remains
+only on dims that are not split. Sizes are local (``N/n``), and means divide by global counts.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _ACTIVATIONS: dict[Any, Any] = {
 """Activations whose gradient autograd computes from their result, with their in-place forms."""
 
 LARGE = 1 << 18
-"""Number of elements from which on gradients are overwritten. Smaller ones are cheaper to allocate."""
+"""Number of elements above which gradients are overwritten. Smaller ones are cheaper to allocate."""
 
 _NEW_BOTH_WAYS = (
     aten.convolution.default,
@@ -65,7 +65,7 @@ def reuse_buffers(graph: Graph) -> None:
 
 
 def _keeps_sign(node: Node) -> bool:
-    """Whether an activation's result has the sign of its operand. With a negative slope it has not."""
+    """Whether an activation's result has the sign of its operand. With a negative slope it does not."""
     slopes = (*node.args[1:], *node.kwargs.values())
     return all(isinstance(slope, int | float) and slope >= 0 for slope in slopes)
 

@@ -21,11 +21,11 @@ from distfx.rules.registry import spec_of
 __all__ = ["split_bias"]
 
 
-def split_bias(graph: Graph, plan: Decisions, axes: Mapping[str, int], stored: Mapping[str, Layout]) -> None:
-    """Take the bias out of every call whose result is a partial sum. ``plan`` is updated with the new operators."""
+def split_bias(graph: Graph, decisions: Decisions, axes: Mapping[str, int], stored: Mapping[str, Layout]) -> None:
+    """Take the bias out of every call whose result is a partial sum, and decide for the new operators."""
     replaced: dict[Node, Node] = {}
-    for node, decision in list(plan.nodes.items()):
-        decision = plan.nodes[node] = _with_operands(decision, replaced)
+    for node, decision in list(decisions.nodes.items()):
+        decision = decisions.nodes[node] = _with_operands(decision, replaced)
         spec = decision.spec
         if not decision.produced.partial or spec is None or not spec.rule.anchor or node.args[2:3] in ((), (None,)):
             continue
@@ -38,21 +38,21 @@ def split_bias(graph: Graph, plan: Decisions, axes: Mapping[str, int], stored: M
         added.args, added.kwargs = (node, bias), {"dim": 1 if node.target is aten.convolution.default else -1}
         added.meta = dict(node.meta)
         kept = tuple((operand, need) for operand, need in decision.needs if operand is not bias)
-        plan.nodes[node] = replace(decision, needs=kept, spec=replace(spec, operands=spec.operands[: len(kept)]))
+        decisions.nodes[node] = replace(decision, needs=kept, spec=replace(spec, operands=spec.operands[: len(kept)]))
         bias_spec = spec_of(added)
         assert bias_spec is not None
         bias_spec, assignment = follow_layout(bias_spec, 0, decision.result, axes)
         projected = project(bias_spec, assignment, axes)
         assert projected is not None
         needs, result = projected
-        plan.nodes[added] = Decision("", assignment, needs, result, result, bias_spec)
-        plan.layouts[added] = result
+        decisions.nodes[added] = Decision("", assignment, needs, result, result, bias_spec)
+        decisions.layouts[added] = result
         replaced[node] = added
         if str(bias.target) not in stored:
-            plan.layouts[bias] = storage_layout(needs[1][1], list(axes))
+            decisions.layouts[bias] = storage_layout(needs[1][1], list(axes))
     order = {node: i for i, node in enumerate(graph.nodes)}
-    plan.nodes = dict(sorted(plan.nodes.items(), key=lambda item: order[item[0]]))
-    for node, decision in plan.nodes.items():
+    decisions.nodes = dict(sorted(decisions.nodes.items(), key=lambda item: order[item[0]]))
+    for node, decision in decisions.nodes.items():
         meta(node).decision = decision
 
 

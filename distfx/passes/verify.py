@@ -50,7 +50,7 @@ def _has_layout(node: Node) -> str | None:
     return "has no layout"
 
 
-def _rank_fits(node: Node) -> str | None:
+def _ndim_fits(node: Node) -> str | None:
     layout, shape = Meta.layout.get(node), Meta.shape.get(node)
     if layout is None or shape is None or Meta.multiple.get(node) or len(layout.dims) == len(shape):
         return None
@@ -126,7 +126,7 @@ def _is_linked(node: Node) -> str | None:
 
 Check = Callable[[Node], str | None]
 _GRAPH: tuple[Check, ...] = (_has_shape, _is_functional)
-_TYPED: tuple[Check, ...] = (_has_layout, _rank_fits, _move_is_typed, _operands_are_as_needed, _no_stray_sums)
+_TYPED: tuple[Check, ...] = (_has_layout, _ndim_fits, _move_is_typed, _operands_are_as_needed, _no_stray_sums)
 _BOUND: tuple[Check, ...] = (_has_local_shape, _parts_fit)
 CHECKS: dict[str, tuple[Check, ...]] = {
     "capture": _GRAPH,

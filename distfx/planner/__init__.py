@@ -1,1 +1,1 @@
-"""Which factors of each operator lie on which axes: legal strategies, their cost, and the search among them."""
+"""Which factors of each operator are on which axes: legal strategies, their cost, and the search among them."""

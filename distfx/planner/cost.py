@@ -1,4 +1,4 @@
-"""The cost of a strategy, in bytes: what a rank sends, plus arithmetic and messages converted to bytes."""
+"""The cost of a strategy, in bytes: what a rank sends, plus arithmetic and moves converted to bytes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["FLOPS_PER_BYTE", "LATENCY_BYTES", "strategy_cost"]
 FLOPS_PER_BYTE = 100.0
 """How many operations a rank computes in the time it takes to send a byte."""
 LATENCY_BYTES = 2000.0
-"""How many bytes a rank sends in the time that one more message costs."""
+"""How many bytes a rank sends in the time that one more move costs."""
 ITEMSIZE = 4
-PASSES = 6
+OPERATIONS_PER_MULTIPLICATION = 6
 """Operations per multiplication: a multiplication and an addition, forward and for each of two gradients."""
 
 
 def strategy_cost(
     decision: Decision,
-    plan: Decisions,
+    decisions: Decisions,
     sizes: Mapping[str, int],
     hints: Mapping[sympy.Symbol, int],
     stored: Mapping[str, Layout],
 ) -> float:
     """The estimated cost of a decision, forward and backward.
 
-    ``plan`` has the decisions for all earlier operators; ``sizes`` are the sizes of the grid's axes; ``hints`` the
+    ``decisions`` has the decisions for all earlier operators; ``sizes`` are the sizes of the grid's axes; ``hints`` the
     sizes of the input; ``stored`` has the parameters whose layout is fixed.
     """
     spec = decision.spec
@@ -41,12 +41,12 @@ def strategy_cost(
     elements, moves = 0.0, 0
     for index, (operand, need) in enumerate(decision.needs):
         shape = evaluate_shape(meta(operand).shape, hints)
-        if operand.op == "get_attr" or operand in plan.computed:
+        if operand.op == "get_attr" or operand in decisions.computed:
             layout = stored.get(str(operand.target)) or storage_layout(need, list(sizes))
             elements += _gradient_reduction(need, layout, shape, sizes)
             continue
-        chain = route(plan.layouts[operand], need, shape, decision.border(index))
-        elements += estimate(chain, plan.layouts[operand], shape, sizes, backward=operand in plan.trained)
+        chain = route(decisions.layouts[operand], need, shape, decision.border(index))
+        elements += estimate(chain, decisions.layouts[operand], shape, sizes, backward=operand in decisions.trained)
         moves += len(chain)
     shape = evaluate_shape(meta(spec.node).shape, hints)
     if decision.produced.partial:
@@ -54,10 +54,10 @@ def strategy_cost(
         elements += estimate(chain, decision.produced, shape, sizes)
         moves += len(chain)
     if not spec.rule.anchor:  # axes that are lost here will split the tensor again later; the adjoint is a gather
-        before = {axis for operand, _ in decision.needs for axis in plan.layouts[operand].split_axes}
+        before = {axis for operand, _ in decision.needs for axis in decisions.layouts[operand].split_axes}
         lost = _ranks(before - {axis for axes in decision.axes.values() for axis in axes}, sizes)
         elements += math.prod(shape) * (1 - 1 / lost)
-    flops = PASSES * _multiplications(decision, sizes, hints)
+    flops = OPERATIONS_PER_MULTIPLICATION * _multiplications(decision, sizes, hints)
     return ITEMSIZE * elements + flops / FLOPS_PER_BYTE + LATENCY_BYTES * moves
 
 

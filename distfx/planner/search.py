@@ -63,36 +63,36 @@ class _Search:
     stored: Mapping[str, Layout]
     fixed: frozenset[str]
     """The parameters and buffers whose layout cannot be chosen."""
-    plan: Decisions = field(default_factory=Decisions)
+    decisions: Decisions = field(default_factory=Decisions)
     anchors: list[Node] = field(default_factory=list)
     """The convolutions and linear layers."""
     matched_pins: set[str] = field(default_factory=set)
 
     def run(self, graph: Graph) -> Decisions:
-        plan = self.plan
+        decisions = self.decisions
         inputs = [meta(node).shape for node in graph.find_nodes(op="placeholder") if Meta.shape.is_set(node)]
         for node in graph.nodes:
             if node.op == "placeholder":
-                plan.layouts[node] = input_layout(Meta.shape.get(node) or (), self.sizes, self.hints, inputs)
+                decisions.layouts[node] = input_layout(Meta.shape.get(node) or (), self.sizes, self.hints, inputs)
             elif node.op == "get_attr":
-                plan.layouts[node] = self.stored.get(str(node.target)) or Layout.replicated(len(meta(node).shape))
-                plan.trained.add(node)
+                decisions.layouts[node] = self.stored.get(str(node.target)) or Layout.replicated(len(meta(node).shape))
+                decisions.trained.add(node)
             elif node.op == "call_function":
                 self._visit(node)
         self._split_computed_weights()
         self._align_running_statistics()
         self._check_pins()
-        return plan
+        return decisions
 
     def _visit(self, node: Node) -> None:
-        plan, operands = self.plan, node.all_input_nodes
+        decisions, operands = self.decisions, node.all_input_nodes
         decision = self._decide(node, spec_of(node))
-        plan.nodes[node], plan.layouts[node] = decision, decision.result
-        if any(operand in plan.trained for operand in operands):
-            plan.trained.add(node)
-        if operands and all(operand.op == "get_attr" or operand in plan.computed for operand in operands):
-            plan.computed[node] = None
-        plan.store(decision, list(self.sizes), self.fixed)
+        decisions.nodes[node], decisions.layouts[node] = decision, decision.result
+        if any(operand in decisions.trained for operand in operands):
+            decisions.trained.add(node)
+        if operands and all(operand.op == "get_attr" or operand in decisions.computed for operand in operands):
+            decisions.computed[node] = None
+        decisions.store(decision, list(self.sizes), self.fixed)
 
     def _decide(self, node: Node, spec: OpSpec | None) -> Decision:
         """The cheapest legal strategy of one operator."""
@@ -104,20 +104,20 @@ class _Search:
             if projected is None:
                 continue
             needs, produced = projected
-            self.plan.usable |= {axis for axes in assignment.values() for axis in axes}
+            self.decisions.usable |= {axis for axes in assignment.values() for axis in axes}
             algorithm = algorithm_name(name, assignment) if spec.rule.anchor else ""
             result = complete_sums(candidate, produced)
             decision = Decision(algorithm, assignment, needs, produced, result, candidate)
-            cost = strategy_cost(decision, self.plan, self.sizes, self.hints, self.stored)
+            cost = strategy_cost(decision, self.decisions, self.sizes, self.hints, self.stored)
             if best is None or cost < best[0]:
                 best = (cost, decision)
         return best[1] if best else self._fall_back(node)
 
     def _candidates(self, node: Node, spec: OpSpec) -> list[tuple[str, OpSpec, Assignment]]:
-        layouts = self.plan.layouts
+        layouts = self.decisions.layouts
         if spec.rule.anchor:
             self.anchors.append(node)
-            self.plan.usable |= {axis for axis in self.sizes if axis in spec.extents}
+            self.decisions.usable |= {axis for axis in self.sizes if axis in spec.extents}
             return list(anchor_strategies(spec, layouts, self.sizes, self._pin(node), self.hints))
         candidates = [
             ("", *follow_layout(spec, index, layouts[operand], self.sizes))
@@ -134,7 +134,7 @@ class _Search:
                 f"{describe(node)}: {node.target} draws random numbers, but has no rule that makes replicas draw the "
                 "same ones. Draw them outside of the model and pass them as an input."
             )
-        layouts = self.plan.layouts
+        layouts = self.decisions.layouts
         operands = node.all_input_nodes
         needs = tuple((operand, Layout.replicated(len(layouts[operand].dims))) for operand in operands)
         result = Layout.replicated(0 if Meta.multiple.get(node) else len(Meta.shape.get(node) or ()))
@@ -167,12 +167,12 @@ class _Search:
 
         Until now they were planned replicated, because their users come later in the graph.
         """
-        plan = self.plan
-        for node in reversed(plan.computed):
-            spec = plan.nodes[node].spec
-            if spec is None or not node.users.keys() <= plan.nodes.keys():
+        decisions = self.decisions
+        for node in reversed(decisions.computed):
+            spec = decisions.nodes[node].spec
+            if spec is None or not node.users.keys() <= decisions.nodes.keys():
                 continue
-            needs = [need for user in node.users for operand, need in plan.nodes[user].needs if operand is node]
+            needs = [need for user in node.users for operand, need in decisions.nodes[user].needs if operand is node]
             layouts = {storage_layout(need, list(self.sizes)) for need in needs}
             if len(layouts) != 1:
                 continue
@@ -185,7 +185,7 @@ class _Search:
             if any(split.window for _, need in projected[0] for split in need.dims):
                 continue
             self._revise(node, assignment, projected[0], layout)
-            plan.store(plan.nodes[node], list(self.sizes), self.fixed)
+            decisions.store(decisions.nodes[node], list(self.sizes), self.fixed)
 
     def _align_running_statistics(self) -> None:
         """Let every batch norm write into slices of its running statistics.
@@ -193,16 +193,16 @@ class _Search:
         If another call has split the statistics differently, they are stored replicated. If another graph has fixed
         their layout already, this batch norm splits its channels as they are split.
         """
-        for node, decision in self.plan.nodes.items():
+        for node, decision in self.decisions.nodes.items():
             spec = decision.spec
             if node.target is not aten.batch_norm.default or spec is None:
                 continue
             for operand, need in decision.needs:
-                stored = self.plan.layouts[operand]
+                stored = self.decisions.layouts[operand]
                 if operand not in node.args[3:5] or _contains_slice(stored, need):
                     continue
                 if operand.op == "get_attr" and str(operand.target) not in self.stored:
-                    self.plan.layouts[operand] = Layout.replicated(1)
+                    self.decisions.layouts[operand] = Layout.replicated(1)
                     continue
                 (channel,) = spec.result[1].factors
                 assignment = dict(decision.axes) | {channel: stored.dims[0].axes}
@@ -214,9 +214,9 @@ class _Search:
     def _revise(
         self, node: Node, assignment: Assignment, needs: tuple[tuple[Node, Layout], ...], result: Layout
     ) -> None:
-        decision = self.plan.nodes[node]
-        self.plan.nodes[node] = replace(decision, axes=assignment, needs=needs, produced=result, result=result)
-        self.plan.layouts[node] = result
+        decision = self.decisions.nodes[node]
+        self.decisions.nodes[node] = replace(decision, axes=assignment, needs=needs, produced=result, result=result)
+        self.decisions.layouts[node] = result
 
 
 def _contains_slice(stored: Layout, need: Layout) -> bool:

@@ -1,6 +1,6 @@
-"""Strategies: which factors of an operator may lie on which axes, and the layouts that follow.
+"""Strategies: which factors of an operator may be assigned to which axes, and the layouts that follow.
 
-:func:`project` holds the semantics of sharding. A factor on an axis splits each dim whose major factor it is. An
+:func:`project` defines the semantics of sharding. A factor on an axis splits each dim whose major factor it is. An
 operand without that factor becomes *varying*: each rank along the axis uses it in its own way. A factor that is summed
 over leaves a partial sum. A windowed dim asks for a halo.
 
@@ -153,7 +153,7 @@ def channel_strategies(spec: OpSpec, axes: Sequence[str], layout: Layout) -> Ite
     if len(all_axes) == 2:
         for major, minor in (all_axes, all_axes[::-1]):
             yield "stationary-w", {"c": (major,), "k": (minor,)}
-    else:  # with one factor, stationary-w is one of the others
+    else:  # on one axis, stationary-w equals stationary-x or stationary-y
         yield "stationary-w", {"k": all_axes}
         yield "stationary-w", {"c": order}
     yield "replicated", {}
@@ -164,7 +164,7 @@ def anchor_strategies(
 ) -> Iterator[tuple[str, OpSpec, Assignment]]:
     """The strategies of a convolution or linear layer. Samples and space are split wherever they can be.
 
-    Space that has become smaller than its axis is not split any more: it is gathered once and stays replicated.
+    Space that has become smaller than its axis is no longer split: it is gathered once and stays replicated.
     """
     x = spec.operands[0][0]
     spec, followed = follow_layout(spec, 0, layouts[x], sizes)
@@ -224,8 +224,8 @@ def input_layout(
 
     names = _INPUT_AXES.get(len(shape), "n" if shape else "")
     for other in others:
-        same_rank = len(other) == len(shape) + 1 and len(other) in _INPUT_AXES
-        if same_rank and numbers([*other[:1], *other[2:]]) == numbers(shape):
+        same_ndim = len(other) == len(shape) + 1 and len(other) in _INPUT_AXES
+        if same_ndim and numbers([*other[:1], *other[2:]]) == numbers(shape):
             names = _INPUT_AXES[len(other)].replace(" ", "")
 
     def can_split(dim: int, name: str) -> bool:

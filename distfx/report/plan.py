@@ -116,7 +116,7 @@ class Plan:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", int: "an integer"}
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "an integer"}
     return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")
 
 
@@ -126,7 +126,7 @@ def _fail(where: str, expected: str, value: Any) -> DistfxError:
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise _fail(where, "a text", value)
+        raise _fail(where, "a string", value)
     return value
 
 

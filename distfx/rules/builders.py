@@ -66,13 +66,13 @@ def _einsum_letters(equation: str, ranks: Sequence[int]) -> tuple[list[str], str
     """The letters of each operand and of the result, with letters in place of the ellipsis."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
-    widest = max([rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True) if "..." in t] or [0])
+    widest = max([ndim - len(t.replace("...", "")) for t, ndim in zip(terms, ranks, strict=True) if "..." in t] or [0])
     unnamed = [c for c in map(chr, range(0xE000, 0xE000 + widest))]  # letters that no equation has
 
-    def expand(term: str, rank: int) -> str:
-        return term.replace("...", "".join(unnamed[widest - (rank - len(term) + 3) :])) if "..." in term else term
+    def expand(term: str, ndim: int) -> str:
+        return term.replace("...", "".join(unnamed[widest - (ndim - len(term) + 3) :])) if "..." in term else term
 
-    operands = [expand(term, rank) for term, rank in zip(terms, ranks, strict=True)]
+    operands = [expand(term, ndim) for term, ndim in zip(terms, ranks, strict=True)]
     if arrow:
         return operands, right.replace("...", "".join(unnamed))
     once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
@@ -82,11 +82,11 @@ def _einsum_letters(equation: str, ranks: Sequence[int]) -> tuple[list[str], str
 def cat(rule: Rule, node: Node) -> OpSpec | None:
     """Along a split dim each operand contributes its part of the block and zeros elsewhere; the parts are added."""
     a = arguments(node)
-    operands, rank = a["tensors"], len(meta(node).shape)
-    if any(len(meta(operand).shape) != rank for operand in operands):
+    operands, ndim = a["tensors"], len(meta(node).shape)
+    if any(len(meta(operand).shape) != ndim for operand in operands):
         return None
-    factors = [f"d{i}" for i in range(rank)]
-    dim = a["dim"] % rank
+    factors = [f"d{i}" for i in range(ndim)]
+    dim = a["dim"] % ndim
     if len(set(operands)) < len(operands) or len(operands) == 1:
         factors[dim] = ""
         return _spec(rule, node, [(operand, factors) for operand in dict.fromkeys(operands)], factors)

@@ -412,30 +412,30 @@ def _positions(pattern: Pattern, width: int, arguments: Mapping[str, Any]) -> Po
 
 
 def _place(
-    terms: Sequence[Term], rank: int, offset: int, positions: Positions, counts: Mapping[str, int]
+    terms: Sequence[Term], ndim: int, offset: int, positions: Positions, counts: Mapping[str, int]
 ) -> list[_Place] | None:
-    """The word of each of ``rank`` dims; first with the optional words, then without them."""
-    places = _place_all(terms, rank, offset, positions, counts)
+    """The word of each of ``ndim`` dims; first with the optional words, then without them."""
+    places = _place_all(terms, ndim, offset, positions, counts)
     if places is None and any(term.optional for term in terms):
-        return _place_all([t for t in terms if not t.optional], rank, offset, positions, counts)
+        return _place_all([t for t in terms if not t.optional], ndim, offset, positions, counts)
     return places
 
 
 def _place_all(
-    terms: Sequence[Term], rank: int, offset: int, positions: Positions, counts: Mapping[str, int]
+    terms: Sequence[Term], ndim: int, offset: int, positions: Positions, counts: Mapping[str, int]
 ) -> list[_Place] | None:
     slots: dict[int, _Place] = {}
     for term in terms:
         for number, position in enumerate(positions[term.argument] if term.argument else ()):
             dim = position - offset
-            if dim >= rank or dim in slots:
+            if dim >= ndim or dim in slots:
                 return None
             if dim >= 0:  # an operand with fewer dims broadcasts
                 slots[dim] = _Place(term, number, len(positions[term.argument]))
     rest = [term for term in terms if not term.argument]
     sizes = [counts.get(term.group or "", None) if term.group is not None else None for term in rest]
     taken = sum(1 if not term.many else size or 0 for term, size in zip(rest, sizes, strict=True))
-    spare = rank - len(slots) - taken
+    spare = ndim - len(slots) - taken
     flexible = [term for term, size in zip(rest, sizes, strict=True) if term.many and size is None]
     if spare < 0 or (spare and not flexible):
         return None
@@ -445,7 +445,7 @@ def _place_all(
         for count in [1 if not term.many else spare if size is None else size]
         for number in range(count)
     )
-    return [slots[dim] if dim in slots else next(others) for dim in range(rank)]
+    return [slots[dim] if dim in slots else next(others) for dim in range(ndim)]
 
 
 def _lengths(tensors: Iterable[_Tensor]) -> dict[str, int]:

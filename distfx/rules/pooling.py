@@ -22,13 +22,13 @@ __all__ = ["ADAPTIVE", "AVG_POOL", "MAX_POOL", "RULES"]
 def _pool_arguments(node: Node) -> dict[str, Any]:
     """The arguments of a pooling call; kernel, stride, padding and dilation as one number for each spatial dim."""
     values = arguments(node)
-    rank = len(meta(node).shape) - 2
+    ndim = len(meta(node).shape) - 2
 
     def each(name: str, default: Any) -> list[int]:
         value = values.get(name)
         sizes: list[int] = list(value) if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]
         sizes = sizes if value not in (None, []) else list(default)
-        return sizes * rank if len(sizes) == 1 else sizes
+        return sizes * ndim if len(sizes) == 1 else sizes
 
     values["kernel_size"] = each("kernel_size", [1])
     values["stride"] = each("stride", values["kernel_size"])

@@ -24,10 +24,10 @@ def _reduced_dims(node: Node) -> Sequence[int]:
     """The dims in argument ``dim``, or all."""
     x: Any = node.args[0]
     dims: Any = arguments(node).get("dim")
-    rank = len(meta(x).shape)
+    ndim = len(meta(x).shape)
     if dims is None or dims == []:
-        return range(rank)
-    return sorted(d % rank for d in ([dims] if isinstance(dims, int) else dims)) if rank else []
+        return range(ndim)
+    return sorted(d % ndim for d in ([dims] if isinstance(dims, int) else dims)) if ndim else []
 
 
 def local_mean(dims: Dims) -> Callable[[LocalContext], Call]:

@@ -48,11 +48,11 @@ def _ratio(scale: float | None, before: Size, after: Size) -> tuple[Size, Size]:
 def _windows(node: Node) -> list[Window]:
     a = arguments(node)
     x: Any = node.args[0]
-    rank = len(meta(node).shape) - 2
-    scales = a.get("scale_factors") or [None] * rank
+    ndim = len(meta(node).shape) - 2
+    scales = a.get("scale_factors") or [None] * ndim
     first, last = _KINDS[_kind(node)]
     result = []
-    for i in range(rank):
+    for i in range(ndim):
         before, after = meta(x).shape[2 + i], meta(node).shape[2 + i]
         mul, div = _ratio(scales[i], before, after)
         offset: Size = 0

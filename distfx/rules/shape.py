@@ -22,10 +22,10 @@ _MOVED = "the rows that change their owner"
 
 def _pad_widths(node: Node) -> list[tuple[Any, Any]]:
     """For each dim the width before and after, from the first dim on."""
-    rank = len(meta(node).shape)
+    ndim = len(meta(node).shape)
     flat: list[Any] = list(arguments(node)["pad"])
     pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)]
-    return [(0, 0)] * (rank - len(pairs)) + pairs[::-1]
+    return [(0, 0)] * (ndim - len(pairs)) + pairs[::-1]
 
 
 def _pad_windows(node: Node) -> list[Window | None]:

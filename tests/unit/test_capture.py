@@ -166,7 +166,7 @@ def slow_capture() -> str:
 
 
 def test_a_slow_capture_says_so_on_rank_0() -> None:
-    line = "distfx: torch.export is tracing Sequential, once for each mode; this takes long\n"
+    line = "distfx: torch.export is tracing Sequential, once for each mode; this may take a while\n"
     assert run(2, slow_capture) == [line, ""]
 
 

@@ -176,7 +176,7 @@ BROKEN: list[tuple[Breaker, str, str]] = [
     (part_of_another_size, "_parts_fit", "but this rank's part is"),
     (no_layout, "_has_layout", "has no layout"),
     (layout_of_no_kind, "_has_layout", "has no layout"),
-    (other_rank, "_rank_fits", "but shape"),
+    (other_rank, "_ndim_fits", "but shape"),
     (halo_without_window, "_move_is_typed", "halo"),
     (scatter_that_leaves_a_sum, "_move_is_typed", "reduce_scatter"),
     (halo_left_out, "_operands_are_as_needed", "needs"),

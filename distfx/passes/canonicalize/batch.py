@@ -28,10 +28,10 @@ def _spatial_rank(node: Node) -> int:
 
 def add_batch_dim(graph: Graph, node: Node) -> Node:
     """Turn an operator on one image into that on a batch of one. Returns the call that computes."""
-    rank = _spatial_rank(node)
-    images = [a for a in node.args[:2] if isinstance(a, Node) and a.op != "get_attr"] if rank else []
-    images = [image for image in images if len(meta(image).shape) == rank + 1]
-    if not images or len(meta(node).shape) != rank + 1:  # a call with several outputs waits for its OpOutput
+    ndim = _spatial_rank(node)
+    images = [a for a in node.args[:2] if isinstance(a, Node) and a.op != "get_attr"] if ndim else []
+    images = [image for image in images if len(meta(image).shape) == ndim + 1]
+    if not images or len(meta(node).shape) != ndim + 1:  # a call with several outputs waits for its OpOutput
         return node
 
     def batch(image: Node) -> Node:

@@ -73,10 +73,10 @@ TRANSPOSED_CONVOLUTIONS = {
 
 def convolution(graph: Graph, node: Node) -> None:
     a = arguments(node)
-    rank = (CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS)[node.target]  # type: ignore[index]
-    stride, dilation = _per_dim(a["stride"], rank), _per_dim(a["dilation"], rank)
+    ndim = (CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS)[node.target]  # type: ignore[index]
+    stride, dilation = _per_dim(a["stride"], ndim), _per_dim(a["dilation"], ndim)
     is_transposed = node.target in TRANSPOSED_CONVOLUTIONS
-    output_padding = _per_dim(a.get("output_padding", 0), rank)
+    output_padding = _per_dim(a.get("output_padding", 0), ndim)
     x, weight = a["input"], a["weight"]
     if a["padding"] == "same":
         taps = meta(weight).shape[2:]
@@ -85,7 +85,7 @@ def convolution(graph: Graph, node: Node) -> None:
         if any(total % 2 for total in totals):  # an even kernel has one more tap on the right
             x = _pad_right(graph, node, x, [total % 2 for total in totals])
     else:
-        padding = _per_dim(0 if a["padding"] == "valid" else a["padding"], rank)
+        padding = _per_dim(0 if a["padding"] == "valid" else a["padding"], ndim)
     replace_call(
         node, aten.convolution.default,
         x, weight, a["bias"], stride, padding, dilation, is_transposed, output_padding, a["groups"],
@@ -93,10 +93,10 @@ def convolution(graph: Graph, node: Node) -> None:
     duplicate_operands(graph, node)
 
 
-def _per_dim(value: Any, rank: int) -> list[int]:
+def _per_dim(value: Any, ndim: int) -> list[int]:
     """One number for each spatial dim."""
     values = list(value) if isinstance(value, list | tuple) else [value]
-    return values * rank if len(values) == 1 else values
+    return values * ndim if len(values) == 1 else values
 
 
 def _pad_right(graph: Graph, node: Node, x: Node, widths: Sequence[int]) -> Node:

@@ -42,18 +42,18 @@ def permute(graph: Graph, node: Node) -> None:
 
 def _permutation(node: Node) -> list[int]:
     """The order of dims after a transposition."""
-    rank = len(meta(node).shape)
-    order = list(range(rank))
+    ndim = len(meta(node).shape)
+    order = list(range(ndim))
     if node.target in (aten.t.default, aten.numpy_T.default):
         return order[::-1]
     if node.target in (aten.movedim.int, aten.movedim.intlist):
         pairs = [([d] if isinstance(d, int) else d) for d in node.args[1:3]]
-        moved = {to % rank: at % rank for at, to in zip(*pairs, strict=True)}
+        moved = {to % ndim: at % ndim for at, to in zip(*pairs, strict=True)}
         rest = iter(dim for dim in order if dim not in moved.values())
         return [moved[i] if i in moved else next(rest) for i in order]
     if node.target in (aten.mT.default, aten.matrix_H.default):
-        return [*order[:-2], rank - 1, rank - 2]
-    a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+        return [*order[:-2], ndim - 1, ndim - 2]
+    a, b = (int(d) % ndim for d in node.args[1:3])  # type: ignore[arg-type]
     order[a], order[b] = order[b], order[a]
     return order
 
@@ -106,14 +106,14 @@ def pixel_shuffle(graph: Graph, node: Node) -> None:
     r: Any = node.args[1]
     is_upscaling = node.target is aten.pixel_shuffle.default
     *lead, c, h, w = meta(x if is_upscaling else node).shape  # of the smaller image
-    rank, c = len(lead), c // (r * r)
+    ndim, c = len(lead), c // (r * r)
     channels_first, interleaved = [*lead, c, r, r, h, w], [*lead, c, h, r, w, r]
     if is_upscaling:
         split, permuted = channels_first, interleaved
-        order = [*range(rank), rank, rank + 3, rank + 1, rank + 4, rank + 2]
+        order = [*range(ndim), ndim, ndim + 3, ndim + 1, ndim + 4, ndim + 2]
     else:
         split, permuted = interleaved, channels_first
-        order = [*range(rank), rank, rank + 2, rank + 4, rank + 1, rank + 3]
+        order = [*range(ndim), ndim, ndim + 2, ndim + 4, ndim + 1, ndim + 3]
     first = insert_call(graph, node, aten.reshape.default, (x, split), split)
     second = insert_call(graph, node, aten.permute.default, (first, order), permuted)
     replace_call(node, aten.reshape.default, second, list(meta(node).shape))
@@ -132,14 +132,14 @@ def channel_shuffle(graph: Graph, node: Node) -> None:
 def rotate(graph: Graph, node: Node) -> None:
     """A rotation by 90 degrees is a flip and a transposition, by 180 degrees two flips."""
     values: Any = arguments(node)
-    x, turns, rank = values["self"], values["k"] % 4, len(meta(node).shape)
-    a, b = (dim % rank for dim in values["dims"])
+    x, turns, ndim = values["self"], values["k"] % 4, len(meta(node).shape)
+    a, b = (dim % ndim for dim in values["dims"])
     if turns == 0:
         replace_call(node, aten.alias.default, x)
     elif turns == 2:
         replace_call(node, aten.flip.default, x, [a, b])
     else:
         flipped = insert_call(graph, node, aten.flip.default, (x, [b if turns == 1 else a]), meta(x).shape)
-        order = list(range(rank))
+        order = list(range(ndim))
         order[a], order[b] = b, a
         replace_call(node, aten.permute.default, flipped, order)

@@ -23,8 +23,8 @@ def infer_inputs(model: nn.Module, batch: int) -> Iterator[tuple[torch.Tensor, .
     """Inputs to try if the user gave no example: rank and channels of the first layer, common extents."""
     for layer in model.modules():
         if isinstance(layer, _CONVOLUTIONS):
-            rank = len(layer.kernel_size)
-            shapes = [(batch, layer.in_channels, *(extent,) * rank) for extent in _EXTENTS[rank]]
+            ndim = len(layer.kernel_size)
+            shapes = [(batch, layer.in_channels, *(extent,) * ndim) for extent in _EXTENTS[ndim]]
         elif isinstance(layer, nn.Linear):
             shapes = [(batch, layer.in_features)]
         else:

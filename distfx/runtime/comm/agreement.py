@@ -129,7 +129,7 @@ def _agree_on_outcome(world: int, error: Exception | None) -> None:
     if world > 1:
         failed = torch.tensor([error is not None], dtype=torch.int64)
         texts: list[Any] = [None] * world
-        with CommunicationScope("comparison of the ranks' compilations"):
+        with CommunicationScope("comparison of the ranks' outcomes"):
             group = host_group()
             dist.all_reduce(failed, group=group)
             if int(failed) and int(failed) != world:

@@ -270,7 +270,7 @@ def _locate(error: BaseException) -> str:
 
 
 def _mark_failed() -> None:
-    """From now on, make sure that the process ends: threads of a transport may wait for ever for lost peers."""
+    """From now on, make sure that the process ends: threads of a transport may wait forever for lost peers."""
     global _has_failed
     if not _has_failed:
         _has_failed = True

@@ -62,7 +62,7 @@ def status_key(rank: int) -> str:
 
 
 def call_with_timeout(call: Callable[[], T], seconds: float = STORE_TIMEOUT) -> T:
-    """Return the result of a call that may block for ever, as the store does if its host process is stopped."""
+    """Return the result of a call that may block forever, as the store does if its host process is stopped."""
     results: list[T] = []
 
     def run() -> None:

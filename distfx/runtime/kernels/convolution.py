@@ -48,9 +48,9 @@ def conv_transpose(
     if x.numel() == 0 or weight.numel() == 0 or min(size) == 0:
         result = ZeroResult((x.shape[0], channels, *size), product=True)(x, weight)
         return result if bias is None else add_bias(result, bias, dim=1)
-    rank = len(size)
-    local_padding, output_padding, cuts = [0] * rank, [0] * rank, []
-    for i in range(rank):
+    ndim = len(size)
+    local_padding, output_padding, cuts = [0] * ndim, [0] * ndim, []
+    for i in range(ndim):
         reach = dilation[i] * (weight.shape[2 + i] - 1)
         if split[i]:
             window = Window(lo=reach - padding[i] - stride[i] + 1, hi=padding[i] + stride[i] - 1, div=stride[i])

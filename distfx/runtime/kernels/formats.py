@@ -30,14 +30,14 @@ def any_channels_last(tensors: Iterable[Tensor]) -> bool:
     return any(is_channels_last(tensor) for tensor in tensors)
 
 
-def _format(rank: int, channels_last: bool) -> torch.memory_format:
-    return _CHANNELS_LAST[rank] if channels_last and rank in _CHANNELS_LAST else torch.contiguous_format
+def _format(ndim: int, channels_last: bool) -> torch.memory_format:
+    return _CHANNELS_LAST[ndim] if channels_last and ndim in _CHANNELS_LAST else torch.contiguous_format
 
 
-def memory_order(rank: int, channels_last: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def memory_order(ndim: int, channels_last: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The dims of a tensor in the order in which they are stored, and the inverse permutation."""
-    dims = tuple(range(rank))
-    return ((0, *dims[2:], 1), (0, dims[-1], *dims[1:-1])) if channels_last and rank in _CHANNELS_LAST else (dims, dims)
+    dims = tuple(range(ndim))
+    return ((0, *dims[2:], 1), (0, dims[-1], *dims[1:-1])) if channels_last and ndim in _CHANNELS_LAST else (dims, dims)
 
 
 def new_empty(shape: Sequence[int], like: Tensor, channels_last: bool, device: torch.device | None = None) -> Tensor:

@@ -34,18 +34,18 @@ def avg_pool(
     """
     if x.numel() == 0 or min(size) == 0:
         return ZeroResult((*x.shape[:2], *size))(x)
-    rank = len(size)
+    ndim = len(size)
     widths: list[int] = []
     wide = torch.promote_types(x.dtype, torch.float32)  # half precision cannot represent all counts
-    scale = torch.ones((1,) * (rank), dtype=wide, device=x.device)
-    for i in range(rank):
+    scale = torch.ones((1,) * (ndim), dtype=wide, device=x.device)
+    for i in range(ndim):
         k, s, p = kernel[i], stride[i], padding[i]
         widths = ([0, 0] if split[i] else [p, (size[i] - 1) * s + k - p - x.shape[2 + i]]) + widths
         low = (torch.arange(start[i], start[i] + size[i], device=x.device)) * s - p
         high = (low + k).clamp(max=extent[i] + p)
         count = high - low if include_padding else high.clamp(max=extent[i]) - low.clamp(min=0)
-        scale = scale * (k / count.to(wide)).view(-1, *(1,) * (rank - 1 - i))
-    pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[rank - 1]
+        scale = scale * (k / count.to(wide)).view(-1, *(1,) * (ndim - 1 - i))
+    pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[ndim - 1]
     return pool(F.pad(x, widths), tuple(kernel), tuple(stride)) * scale.to(x.dtype)
 
 
@@ -58,15 +58,15 @@ def adaptive_pool(
     ``[floor(o E / R), ceil((o+1) E / R))``. ``x`` starts at the first input of the block. Windows are boxes, so the
     dims are pooled one after another.
     """
-    rank = len(size)
-    lead = x.shape[: x.dim() - rank]
+    ndim = len(size)
+    lead = x.shape[: x.dim() - ndim]
     if x.numel() == 0 or min(size) == 0:
         return ZeroResult((*lead, *size), torch.int64 if kind == "index" else None)(x)
     index = torch.zeros(x.shape, dtype=torch.int64, device=x.device) if kind == "index" else None
     stride = 1
-    for i in reversed(range(rank)):
-        dim = x.dim() - rank + i
-        ends = (1,) * (rank - 1 - i)
+    for i in reversed(range(ndim)):
+        dim = x.dim() - ndim + i
+        ends = (1,) * (ndim - 1 - i)
         out = torch.arange(start[i], start[i] + size[i] + 1, device=x.device)
         low = out[:-1] * extent[i] // result[i]
         high = (out[1:] * extent[i] + result[i] - 1) // result[i]
@@ -113,8 +113,8 @@ def max_pool_index(
 
     ``extent`` is the shape of the whole input, ``first`` the position in it of the first element of ``x``.
     """
-    rank = len(size)
-    lead = x.shape[: x.dim() - rank]
+    ndim = len(size)
+    lead = x.shape[: x.dim() - ndim]
     if x.numel() == 0 or min(size) == 0:
         return ZeroResult((*lead, *size), torch.int64)(x)
     aten = torch.ops.aten
@@ -123,9 +123,9 @@ def max_pool_index(
         aten.max_pool2d_with_indices,
         aten.max_pool3d_with_indices,
     )
-    _, local_index = pools[rank - 1](x.detach(), list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
+    _, local_index = pools[ndim - 1](x.detach(), list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
     index = torch.zeros_like(local_index)
-    coordinates = torch.unravel_index(local_index, x.shape[x.dim() - rank :])
+    coordinates = torch.unravel_index(local_index, x.shape[x.dim() - ndim :])
     for coordinate, low, total, step in zip(coordinates, first, extent, dilation, strict=True):
         position = coordinate + low
         # A maximum in the padding means that the window has only -inf: torch returns its first element inside.

@@ -19,15 +19,15 @@ CUBIC = -0.75
 
 @lru_cache(maxsize=1024)
 def _nearest(
-    kind: str, rank: int, scale: float | None, extent: int, total: int, dtype: torch.dtype, device: torch.device
+    kind: str, ndim: int, scale: float | None, extent: int, total: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """The input position that torch reads for each output position of a dim.
 
     Found by interpolating the positions themselves with torch, because its rounding depends on dtype and rank, and it
     ignores some scale factors.
     """
-    op = getattr(torch.ops.aten, f"{'upsample_nearest' if kind == 'nearest' else '_upsample_nearest_exact'}{rank}d")
-    ones = (1,) * (rank - 1)
+    op = getattr(torch.ops.aten, f"{'upsample_nearest' if kind == 'nearest' else '_upsample_nearest_exact'}{ndim}d")
+    ones = (1,) * (ndim - 1)
     with torch.inference_mode(False), torch.no_grad():  # a later call may save it for backward
         positions = torch.arange(extent, dtype=dtype, device=device).view(1, 1, extent, *ones)
         return op(positions, [total, *ones], scale, *(None for _ in ones)).flatten().to(torch.int64)
