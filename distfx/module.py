@@ -123,7 +123,10 @@ class ParallelModule(Shell):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Like the model's own. Plain tensors are global, the same on all ranks; DTensors are sharded already."""
         engine = self._engine
-        args, kwargs = engine.bind_arguments(args, kwargs)
+        try:
+            args, kwargs = engine.bind_arguments(args, kwargs)
+        except TypeError as error:
+            engine.reject_call(error, self._is_copy)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         prepared = engine.prepare(Call(self._mode, args, kwargs, tensors, self._is_copy), self._store, self)
         seed = engine.draw_seed(prepared.compiled)

@@ -21,8 +21,8 @@ from distfx.passes.pipeline import Compiled
 
 __all__ = ["Call", "ParameterState", "input_layout", "is_planned_shard", "parameter_state"]
 
-ParameterState = tuple[tuple[bool, torch.dtype], ...]
-"""Of each parameter and buffer, whether it requires a gradient, and its dtype."""
+ParameterState = tuple[tuple[str, bool, torch.dtype], ...]
+"""Of each parameter, buffer and constant its name, whether it requires a gradient, and its dtype."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Call:
 
 def parameter_state(parameters: Mapping[str, Tensor]) -> ParameterState:
     """What may change between calls and decides what is sent."""
-    return tuple((parameter.requires_grad, parameter.dtype) for parameter in parameters.values())
+    return tuple((name, value.requires_grad, value.dtype) for name, value in parameters.items())
 
 
 def input_layout(compiled: Compiled, name: str) -> Layout:

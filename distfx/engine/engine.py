@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,8 @@ __all__ = ["Engine", "PreparedCall"]
 
 MANY_GRAPHS = 16
 """Number of graphs of one mode above which the user is warned."""
+CALL = "inputs or parameters"
+"""What ranks compare before each call, as errors name it."""
 CACHE_SIZE = 256
 """Capacity of the LRU cache of bound graphs."""
 FLAGS = 61
@@ -263,10 +265,10 @@ class Engine:
             timer.cancel()
 
     def _warn(self, text: str, kind: type[Warning] = UserWarning) -> None:
-        """Warn once, on rank 0."""
-        if text not in self._warned and self.grid.rank == 0:
-            warn(text, kind)
-        self._warned.add(text)
+        """Warn once, on rank 0. All ranks must call it: a warning that is an error there is raised on all of them."""
+        if text not in self._warned:
+            self._warned.add(text)
+            raise_on_all_ranks(self.grid.size, lambda: warn(text, kind) if self.grid.rank == 0 else None)
 
     def _warn_about(self, compiled: Compiled, state: ModeState) -> None:
         if compiled.decisions.fallbacks:
@@ -328,14 +330,15 @@ class Engine:
     def _agree_on_call(self, call: Call, parameters: Mapping[str, DTensor]) -> _Agreement:
         """Compare the call across ranks, and compile its mode if that has no graph yet."""
         state = self.modes[call.mode]
-        signature, parameters_now = call.signature(self.model, self.grid), parameter_state(parameters)
-        changes = state.attributes.changes() if state.attributes else []
-        planned = self._planned_shards(call)
-        first = not any_channels_last(local_parts((*call.tensors, *parameters.values())))
-        who = f"parallel module {self.serial_number} of this program, {type(self.model).__name__}"
-        who += ", a copy of it" if call.is_copy else ""
-        text = "\n".join((who, *signature, *changes, self._state_text(parameters, parameters_now)))
-        flags = agree(self.grid.size, "inputs or parameters", text, (planned or 0) | CHANNELS_FIRST * first)
+        try:
+            signature, parameters_now = call.signature(self.model, self.grid), parameter_state(parameters)
+            changes = state.attributes.changes() if state.attributes else []
+            planned = self._planned_shards(call)
+            first = not any_channels_last(local_parts((*call.tensors, *parameters.values())))
+        except Exception as error:
+            self.reject_call(error, call.is_copy)
+        lines = (self._caller(call.is_copy), *signature, *changes, self._state_text(parameters, parameters_now))
+        flags = agree(self.grid.size, CALL, "\n".join(lines), (planned or 0) | CHANNELS_FIRST * first)
         channels_last = not flags & CHANNELS_FIRST
         if changes:
             raise DistfxError(
@@ -358,6 +361,18 @@ class Engine:
             )
         is_local = tuple(bool(flags >> i & 1) for i in range(len(call.tensors)))
         return _Agreement(signature, parameters_now, is_local, channels_last)
+
+    def _caller(self, is_copy: bool) -> str:
+        copy = ", a copy of it" if is_copy else ""
+        return f"parallel module {self.serial_number} of this program, {type(self.model).__name__}{copy}"
+
+    def reject_call(self, error: Exception, is_copy: bool) -> NoReturn:
+        """Raise an error about this rank's arguments, while the other ranks agree on the call.
+
+        If they have no error, or another one, all ranks raise a ``RankMismatchError`` that shows the difference.
+        """
+        agree(self.grid.size, CALL, f"{self._caller(is_copy)}\n{type(error).__name__}: {error}")
+        raise error
 
     def _planned_shards(self, call: Call) -> int | None:
         """A bit for each input that is a DTensor sharded as planned; ``None`` if there is no plan yet."""

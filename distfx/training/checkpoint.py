@@ -21,8 +21,9 @@ import random
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import zeros as distributed_zeros
 from torch.optim import Optimizer
 
 from distfx.errors import DistfxError
@@ -67,7 +69,8 @@ class PendingSave:
 
     def wait(self) -> Path:
         """Block until the checkpoint is visible; raises if it could not be written."""
-        self._future.result()
+        with _readable_errors(f"the checkpoint {self.path} could not be written"):
+            self._future.result()
         return self.path
 
 
@@ -99,7 +102,8 @@ def save(
     global _pending
     folder = Path(path)
     if folder.suffix == ".safetensors":
-        return _save_file(folder, net, optimizer, scheduler, extra)
+        state = {"optimizer": optimizer, "scheduler": scheduler, "keep": keep, "asynchronous": asynchronous or None}
+        return _save_file(folder, net, state | extra | ({"step": step} if step else {}))
     ranks = _Ranks.of(net)
 
     def collect() -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -122,9 +126,7 @@ def save(
             },
         }
 
-    if _pending is not None:  # two saves at once would mix their messages
-        _pending.wait()
-        _pending = None
+    _finish_pending()
     tensors, index = raise_on_all_ranks(ranks.size, collect)
     agree(ranks.size, "checkpoints", f"save to {folder}\n{json.dumps(index, sort_keys=True, indent=1)}")
     staging = folder / f".step-{step:08d}.incomplete"
@@ -132,10 +134,12 @@ def save(
     raise_on_all_ranks(ranks.size, lambda: _write_random_state(staging, ranks.rank))
     writer = _Writer(staging, lambda: _publish(staging, target, index, keep))
     if not asynchronous:
-        dcp.save(tensors, storage_writer=writer, no_dist=ranks.size == 1)
+        with _readable_errors(f"the checkpoint {target} could not be written"):
+            dcp.save(tensors, storage_writer=writer, no_dist=ranks.size == 1)
         return target
     group = _background_group() if ranks.size > 1 else None
-    future: Any = dcp.async_save(tensors, storage_writer=writer, process_group=group, no_dist=ranks.size == 1)
+    snapshot = {name: tensor.detach().clone() for name, tensor in tensors.items()}  # dcp does not copy all of them
+    future: Any = dcp.async_save(snapshot, storage_writer=writer, process_group=group, no_dist=ranks.size == 1)
     _pending = PendingSave(target, future)
     return _pending
 
@@ -165,28 +169,53 @@ def load(
     if source.suffix == ".safetensors":
         return _load_file(source, net, optimizer, scheduler)
     ranks = _Ranks.of(net)
+    _finish_pending()
 
-    def read() -> tuple[Path, dict[str, Any], _Targets]:
+    def read() -> tuple[Path, dict[str, Any], _Targets, _RandomState]:
         folder = _find(source, step)
         index = _read_index(folder)
         if scheduler is not None and index["scheduler"] is None:
             raise DistfxError(f"{folder} has no scheduler: load without one")
-        return folder, index, _Targets.of(index, folder, net, optimizer)
+        return folder, index, _Targets.of(index, folder, net, optimizer), _RandomState.read(folder, ranks.rank)
 
-    folder, index, targets = raise_on_all_ranks(ranks.size, read)
+    folder, index, targets, random_state = raise_on_all_ranks(ranks.size, read)
     agree(ranks.size, "checkpoints", f"load from {folder.name}\n{json.dumps(index, sort_keys=True, indent=1)}")
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    dcp.load(targets.tensors, storage_reader=reader, no_dist=ranks.size == 1)
+    with _readable_errors(f"the checkpoint {folder} could not be read"):
+        dcp.load(targets.buffers, storage_reader=reader, no_dist=ranks.size == 1)
     targets.finish()
     if scheduler is not None:
         scheduler.load_state_dict(_decode(index["scheduler"]))
-    _read_random_state(folder, ranks.rank)
+    random_state.restore()
     return Checkpoint(folder, index["step"], {name: _decode(value) for name, value in index["extra"].items()})
 
 
 # -------------------------------------------------------------------------------------------------------- ranks
 
+
+@contextmanager
+def _readable_errors(what: str) -> Iterator[None]:
+    """Turn the exception that ``torch.distributed.checkpoint`` raises on all ranks into one sentence."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
+        texts = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())
+        raise DistfxError(f"{what}: {texts}") from error
+
+
 _pending: PendingSave | None = None
+"""The save that is being written in the background."""
+
+
+def _finish_pending() -> None:
+    """Wait for a save in the background: another one would mix its messages, and a load would see it half written."""
+    global _pending
+    pending, _pending = _pending, None
+    if pending is not None:
+        pending.wait()
+
+
 _group: tuple[Any, Any] | None = None
 
 
@@ -239,6 +268,9 @@ def _prepare(folder: Path, staging: Path, step: int) -> Path:
     for stale in folder.glob(".step-*.incomplete"):
         shutil.rmtree(stale)
     staging.mkdir()
+    for path in _step_folders(folder):
+        if not (path / INDEX).is_file():  # was being removed when a job ended
+            shutil.rmtree(path)
     same = [serial for number, serial, _ in _checkpoints(folder) if number == step]
     return folder / (f"step-{step:08d}.{max(same) + 1}" if same else f"step-{step:08d}")
 
@@ -253,10 +285,11 @@ def _publish(staging: Path, target: Path, index: Mapping[str, Any], keep: int | 
     _sync(staging)
     os.rename(staging, target)
     _sync(target.parent)
-    complete = _checkpoints(target.parent)
-    replaced = [path for number, _, path in complete if number == index["step"] and path != target]
-    latest = [path for _, _, path in complete if path not in replaced]
-    for path in [*replaced, *(latest[:-keep] if keep is not None else ())]:
+    others = [(number, path) for number, _, path in _checkpoints(target.parent) if path != target]
+    replaced = [path for number, path in others if number == index["step"]]
+    earlier = [path for number, path in others if number != index["step"]]
+    surplus = max(0, len(earlier) - keep + 1) if keep is not None else 0
+    for path in [*replaced, *sorted(earlier, key=lambda path: (path / INDEX).stat().st_mtime)[:surplus]]:
         (path / INDEX).unlink()  # first: what is only half removed is not a checkpoint any more
         shutil.rmtree(path)
 
@@ -270,15 +303,26 @@ def _sync(folder: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, int, Path]]:
-    """Every complete checkpoint in a folder: step, serial number and path, the latest last."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    names = ((path, _STEP.fullmatch(path.name)) for path in paths)
-    return sorted((int(m[1]), int(m[2] or 0), path) for path, m in names if m and (path / INDEX).is_file())
+    """Every complete checkpoint in a folder: step, serial number and path, ordered by step."""
+    names = ((path, _STEP.fullmatch(path.name)) for path in _step_folders(folder) if (path / INDEX).is_file())
+    return sorted((int(m[1]), int(m[2] or 0), path) for path, m in names if m)
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
 
 
 def _collect(net: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """The tensors of a model and its optimizer by name, and what else the optimizer has."""
     tensors = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+    stored: set[int] = set()
+    for name, value in tensors.items():  # safetensors does not take tensors that share memory, such as tied weights
+        address = _local(value).untyped_storage().data_ptr()
+        if address in stored:
+            tensors[name] = value.detach().clone()
+        stored.add(address)
+    if others := [name for name in net.state_dict() if name not in tensors]:
+        raise DistfxError(f"the state dict has {others[0]}, which is not a tensor, so a checkpoint cannot hold it")
     if optimizer is None:
         return tensors, None
     names = _parameter_names(net, optimizer)
@@ -289,7 +333,7 @@ def _collect(net: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Ten
         for parameter in group["params"]:
             name, values, sharded = names[id(parameter)], dict[str, Any](), list[str]()
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.dim():
+                if isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim()):
                     tensors[_slot(name, key)] = value
                     sharded.append(key)
                 else:
@@ -318,13 +362,15 @@ def _parameter_names(net: nn.Module, optimizer: Optimizer) -> dict[int, str]:
 
 def _find(source: Path, step: int | None) -> Path:
     if (source / INDEX).is_file():
+        if step is not None:
+            raise DistfxError(f"{source} is one checkpoint: give the folder that holds it to choose a step")
         return source
     complete = _checkpoints(source)
     if not complete:
         what = "has no complete checkpoint" if source.is_dir() else "does not exist"
         raise DistfxError(f"{source} {what}: give the folder that distfx.save wrote to")
     if step is None:
-        return complete[-1][2]
+        return max((path for _, _, path in complete), key=lambda path: (path / INDEX).stat().st_mtime_ns)
     matching = [path for number, _, path in complete if number == step]
     if not matching:
         known = ", ".join(str(number) for number, _, _ in complete[-8:])
@@ -351,9 +397,12 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 @dataclass
 class _Targets:
-    """The tensors that a checkpoint is read into, and the optimizer state that becomes valid afterwards."""
+    """New tensors that a checkpoint is read into, and what they replace once all of them were read."""
 
     tensors: dict[str, Tensor]
+    """The model's own."""
+    buffers: dict[str, Tensor]
+    """What the checkpoint is read into."""
     optimizer: Optimizer | None = None
     state: dict[Any, dict[str, Any]] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
@@ -364,11 +413,12 @@ class _Targets:
         tensors = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
         stored = {name: shape for name, (shape, _) in index["tensors"].items() if not name.startswith("optimizer/")}
         _check_names(folder, stored, tensors)
+        buffers = {name: torch.empty_like(value) for name, value in tensors.items()}
         if optimizer is None:
-            return cls(tensors)
+            return cls(tensors, buffers)
         if index["optimizer"] is None:
             raise DistfxError(f"{folder} has no optimizer state: load without an optimizer")
-        targets = cls(tensors, optimizer)
+        targets = cls(tensors, buffers, optimizer)
         targets._add_optimizer(index, folder, net, optimizer)
         return targets
 
@@ -386,15 +436,15 @@ class _Targets:
             values = {key: _decode(value) for key, value in saved["state"].get(name, {}).get("values", {}).items()}
             for key in saved["state"].get(name, {}).get("tensors", ()):
                 shape, dtype = index["tensors"][_slot(name, key)]
-                if tuple(shape) == tuple(parameter.shape):
-                    values[key] = torch.zeros_like(parameter, dtype=_dtype(dtype)).detach()
-                else:
-                    values[key] = torch.zeros(shape, dtype=_dtype(dtype), device=parameter.device)
-                self.tensors[_slot(name, key)] = values[key]
+                values[key] = _zeros(shape, _dtype(dtype), parameter)
+                self.buffers[_slot(name, key)] = values[key]
             self.state[parameter] = values
 
     def finish(self) -> None:
-        """Give the optimizer its state, once all tensors were read."""
+        """Copy what was read into the model, and give the optimizer its state."""
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                _local(tensor).copy_(_local(self.buffers[name]))
         if self.optimizer is None:
             return
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
@@ -404,6 +454,19 @@ class _Targets:
                 self.optimizer.state[parameter] = values
             else:
                 self.optimizer.state.pop(parameter, None)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _zeros(shape: list[int], dtype: torch.dtype, parameter: Tensor) -> Tensor:
+    """Optimizer state for a parameter: sharded as the parameter is if it has its shape, else replicated."""
+    if tuple(shape) == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype).detach()
+    if isinstance(parameter, DTensor):
+        return distributed_zeros(shape, dtype=dtype, device_mesh=parameter.device_mesh)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
 
 def _check_names(folder: Path, stored: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -429,12 +492,12 @@ def _dtype(name: str) -> torch.dtype:
 # ------------------------------------------------------------------------------------------------ one whole file
 
 
-def _save_file(path: Path, net: nn.Module, optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> Path:
+def _save_file(path: Path, net: nn.Module, state: Mapping[str, Any]) -> Path:
     ranks = _Ranks.of(net)
 
     def check() -> None:
-        if optimizer is not None or scheduler is not None or extra:
-            raise DistfxError(f"{path} holds the model's tensors alone: give a folder to save other state as well")
+        for name in (name for name, value in state.items() if value is not None):
+            raise DistfxError(f"{path} holds the model's tensors alone: give a folder to save {name} as well")
 
     raise_on_all_ranks(ranks.size, check)
     agree(ranks.size, "checkpoints", f"save to {path}")
@@ -538,9 +601,47 @@ def _random_file(folder: Path, rank: int) -> Path:
     return folder / f"random-{rank:05d}.json"
 
 
+@dataclass(frozen=True)
+class _RandomState:
+    """The generators of one rank. Those of rank 0 decide what the random operators of all ranks draw."""
+
+    torch_state: Tensor
+    cuda_state: Tensor | None
+    python_state: Any
+    numpy_state: Any
+
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> _RandomState:
+        """The state that this rank saved; a rank that did not exist then takes that of rank 0."""
+        path = _random_file(folder, rank)
+        path = path if path.is_file() else _random_file(folder, 0)
+        try:
+            state = json.loads(path.read_text())
+            name, keys, *rest = state["numpy"]
+            return cls(
+                _bytes(state["torch"]),
+                None if state["cuda"] is None else _bytes(state["cuda"]),
+                _decode(state["python"]),
+                (name, numpy.array(keys, dtype=numpy.uint32), *rest),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DistfxError(f"{path} does not hold the state of random generators ({type(error).__name__})") from None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch_state)
+        if self.cuda_state is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda_state)
+        random.setstate(self.python_state)
+        numpy.random.set_state(self.numpy_state)
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
+
 def _write_random_state(folder: Path, rank: int) -> None:
-    """Save the generators of this rank. Those of rank 0 decide what the random operators of all ranks draw."""
-    name, keys, *rest = numpy.random.get_state()
+    """Save the generators of this rank."""
+    name, keys, *rest = numpy.random.get_state(legacy=True)
     state = {
         "torch": bytes(torch.get_rng_state().tolist()).hex(),
         "cuda": bytes(torch.cuda.get_rng_state().tolist()).hex() if torch.cuda.is_available() else None,
@@ -551,15 +652,3 @@ def _write_random_state(folder: Path, rank: int) -> None:
         json.dump(state, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _read_random_state(folder: Path, rank: int) -> None:
-    """Restore the generators of this rank; a rank that was not there takes those of rank 0."""
-    path = _random_file(folder, rank)
-    state = json.loads((path if path.is_file() else _random_file(folder, 0)).read_text())
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(list(bytes.fromhex(state["cuda"])), dtype=torch.uint8))
-    random.setstate(_decode(state["python"]))
-    name, keys, *rest = state["numpy"]
-    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))

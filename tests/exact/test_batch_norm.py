@@ -43,7 +43,7 @@ def cumulative() -> None:
 def test_cumulative_average_raises_an_error() -> None:
     failures = run_raises(2, cumulative)
     assert len(set(failures)) == 1 and failures[0] is not None
-    assert "1 is a BatchNorm2d with momentum=None" in failures[0].message and "momentum=0.1" in failures[0].message
+    assert "1 (BatchNorm2d) has momentum=None" in failures[0].message and "momentum=0.1" in failures[0].message
 
 
 @cases(

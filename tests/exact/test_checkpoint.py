@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from support.ranks import run, run_raises
 from torch import nn
 
 import distfx
+from distfx.training import checkpoint
 
 STOP, END = 7, 20
 
@@ -80,8 +82,8 @@ def second_part(grid: str, folder: str, optimizer: str) -> list[float]:
     for parameter in net.parameters():
         parameter.data.mul_(0) if not grid else None
     parts = trainer(net, optimizer)
-    checkpoint = distfx.load(folder, net, *parts)
-    assert checkpoint.step == STOP and checkpoint.extra == {"epoch": (1, {"a": 2})}
+    loaded = distfx.load(folder, net, *parts)
+    assert loaded.step == STOP and loaded.extra == {"epoch": (1, {"a": 2})}
     return list(steps(net, *parts, STOP, END))
 
 
@@ -139,10 +141,10 @@ def test_whole_safetensors_files_have_the_models_keys(tmp_path: Path) -> None:
 
 
 def damage(kind: str, folder: Path) -> None:
-    checkpoint = next(folder.glob("step-*"))
-    index = checkpoint / "checkpoint.json"
+    target = next(folder.glob("step-*"))
+    index = target / "checkpoint.json"
     data = json.loads(index.read_text())
-    shards = sorted(checkpoint.glob("*.safetensors"))
+    shards = sorted(target.glob("*.safetensors"))
     match kind:
         case "truncated":
             shards[0].write_bytes(shards[0].read_bytes()[:-8])
@@ -232,8 +234,117 @@ def test_bad_arguments_raise_on_all_ranks(kind: str, words: str, tmp_path: Path)
 
 
 def test_loading_executes_nothing() -> None:
-    source = Path(distfx.training.checkpoint.__file__).read_text()
+    source = Path(checkpoint.__file__).read_text()
     assert "pickle" not in source and "torch.load" not in source
+
+
+# ------------------------------------------------------------------------------------------- unusual state
+
+
+class Scaled(nn.Module):
+    """A scalar parameter, a scalar buffer, a tied weight and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.third = nn.Conv2d(4, 4, 1)
+        self.third.weight = self.second.weight
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("count", torch.tensor(3))
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x))) * self.scale
+
+
+def unusual(grid: str, folder: str, asynchronous: bool) -> dict[str, float]:
+    torch.manual_seed(2)
+    net = distfx.parallelize(Scaled(), grid)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    net(torch.ones(2, 3, 8, 8)).square().sum().backward()
+    optimizer.step()
+    state = {name: value.clone() for name, value in net.full_state_dict().items()}
+    moments = optimizer.state[net.scale]["exp_avg"].full_tensor().clone()
+    saved = distfx.save(folder, net, optimizer, step=1, asynchronous=asynchronous)
+    with torch.no_grad():
+        for tensor in (*net.parameters(), *net.buffers(), optimizer.state[net.scale]["exp_avg"]):
+            tensor.add_(1)
+    if asynchronous:
+        saved.wait()
+    distfx.load(folder, net, optimizer)
+    errors = {name: relative(value, state[name]) for name, value in net.full_state_dict().items()}
+    return errors | {"exp_avg": relative(optimizer.state[net.scale]["exp_avg"].full_tensor(), moments)}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("grid", ["c2", "h2", "c3"])
+def test_scalars_tied_and_frozen_parameters(grid: str, asynchronous: bool, tmp_path: Path) -> None:
+    for errors in run(ranks_of(grid), unusual, grid, str(tmp_path), asynchronous):
+        assert max(errors.values()) == 0, errors
+
+
+EXAMPLE = (torch.ones(2, 3, 2, 2),)
+
+
+def factored(folder: str) -> int:
+    """Adafactor has state of another shape than its parameters. (torch's cannot update sharded ones.)"""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Linear(8, 4))
+    net = distfx.parallelize(model, "n2", example_inputs=EXAMPLE)
+    optimizer = torch.optim.Adafactor(net.parameters())
+    for step in range(2):
+        net(*EXAMPLE).sum().backward()
+        optimizer.step()
+        if step == 0:
+            distfx.save(folder, net, optimizer)
+            distfx.load(folder, net, optimizer)
+    return len(optimizer.state)
+
+
+def test_optimizer_state_of_another_shape(tmp_path: Path) -> None:
+    assert run(2, factored, str(tmp_path)) == [4, 4]
+
+
+def pruned(folder: str) -> tuple[list[str], int, str]:
+    net = distfx.parallelize(network(), "h2")
+    for step in (1000, 1001):
+        distfx.save(folder, net, step=step)
+    distfx.save(folder, net, step=10, keep=2)  # after a restart from an earlier step
+    names = sorted(path.name for path in Path(folder).iterdir())
+    torch.distributed.barrier()
+    if net.grid.rank == 0:
+        remains = Path(folder, "step-00000011")
+        remains.mkdir()
+        (remains / "shard").write_text("was being removed when the job ended")
+    torch.distributed.barrier()
+    saved = distfx.save(folder, net, step=11)
+    return names, distfx.load(folder, net).step, Path(saved).name
+
+
+def test_what_was_saved_last_is_kept_and_loaded(tmp_path: Path) -> None:
+    names = ["step-00000010", "step-00001001"]
+    assert run(2, pruned, str(tmp_path)) == [(names, 11, "step-00000011")] * 2
+
+
+def failing_in_the_background(folder: str) -> list[str]:
+    net = distfx.parallelize(network(), "h2")
+    messages = []
+    with patch.object(checkpoint, "_publish", side_effect=OSError("the disk is full")):
+        pending = distfx.save(folder, net, asynchronous=True)
+        try:
+            pending.wait()
+        except Exception as error:
+            messages.append(str(error))
+    try:
+        distfx.save(folder, net)
+    except Exception as error:
+        messages.append(str(error))
+    distfx.save(folder, net, step=1)
+    return messages
+
+
+def test_a_failed_save_in_the_background_is_reported_and_forgotten(tmp_path: Path) -> None:
+    for messages in run(2, failing_in_the_background, str(tmp_path)):
+        assert messages and "the disk is full" in messages[0]
 
 
 # -------------------------------------------------------------------------------------- torch.save on one rank
@@ -299,7 +410,7 @@ def test_a_killed_job_leaves_a_checkpoint(delay: int, tmp_path: Path) -> None:
         assert job.stdout is not None
         lines = iter(job.stdout.readline, "")
         for line in lines:
-            if line.startswith("saved") and int(line.split()[1]) >= 3 + delay:
+            if (saved := re.match(r"saved (\d+)$", line)) and int(saved[1]) >= 3 + delay:
                 break
         workers = subprocess.run(
             ["pgrep", "-f", str(program)], capture_output=True, text=True, check=False

@@ -352,7 +352,7 @@ def use_parameters_before_the_first_call(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["parameters", "state", "half"])
 def test_parameters_that_do_not_exist_yet(how: str) -> None:
-    assert "example_inputs=(x,) (with a loss: (x, target))" in same(
+    assert "example_inputs=(x,) to parallelize (with a loss: (x, target))" in same(
         run_raises(2, use_parameters_before_the_first_call, how)
     )
 
@@ -427,3 +427,41 @@ def test_sparse_inputs(layout: str) -> None:
 def test_a_sparse_input_on_one_rank(layout: str, rank: int) -> None:
     message = same(run_raises(2, call_with_sparse_input, layout, (rank,)), "RankMismatchError")
     assert f"torch.sparse_{layout}" in message and f"rank {rank}: input 0" in message
+
+
+def call_on_one_rank(kind: str) -> None:
+    """Rank 0 alone makes a mistake before anything was compared."""
+    net = distfx.parallelize(conv_net(), distfx.Grid(h=2))
+    x = torch.randn(2, 3, 8, 8)
+    if net.grid.rank == 0 and kind == "numpy":
+        net(x.numpy())
+    elif net.grid.rank == 0 and kind == "arguments":
+        net(x, x)
+    elif net.grid.rank == 0 and kind == "keyword":
+        net(y=x)
+    net(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("numpy", "numpy.ndarray"), ("arguments", "too many positional"), ("keyword", "missing")]
+)
+def test_mistakes_of_one_rank_raise_on_all(kind: str, message: str) -> None:
+    first, second = run_raises(2, call_on_one_rank, kind, timeout=20)
+    assert first is not None and second is not None
+    assert first.kind == second.kind == "RankMismatchError" and first.message == second.message
+    assert message in first.message and "rank 0" in first.message and "rank 1" in first.message
+
+
+def warning_as_error() -> None:
+    import warnings
+
+    rank = torch.distributed.get_rank()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if rank == 0 else "ignore", distfx.FallbackWarning)
+        distfx.parallelize(WithoutRule(), distfx.Grid(h=2))(torch.randn(2, 3, 8, 8))
+
+
+def test_a_warning_that_is_an_error_on_rank_0_raises_on_all() -> None:
+    first, second = run_raises(2, warning_as_error, timeout=20)
+    assert first is not None and first.kind == "FallbackWarning"
+    assert second is not None and "rank 0 failed: FallbackWarning" in second.message

@@ -284,7 +284,9 @@ def names_the_cause(text: str, when: str, how: str, victim: int = 2) -> bool:
         blamed += r"|rank 0, or the launcher that hosts the store, is gone"
     elif how == "stop" and not re.search(blamed + r": process \d+ is stopped", text):
         return False  # the first rank that notices ends it, so the others may not see it stopped
-    return any(LAYER.get(when, "") in line and re.search(blamed, line) for line in text.splitlines())
+    # A rank that is not a neighbour of the lost one goes on until the next collective, and names that layer.
+    layer = rf"{re.escape(LAYER.get(when, ''))}|for norm \[norm\], {when}"
+    return any(re.search(layer, line) and re.search(blamed, line) for line in text.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def apply_to_net(grid: str, action: Callable[[Any], None]) -> None:
         (set_buffer, "norm.running_mean is a DTensor"),
         (update_statistics, "norm.momentum is an attribute"),
         (save, "full_state_dict"),
-        (many_gradients, "take one after the other"),
+        (many_gradients, "compute one gradient after the other"),
         (use_after_change, "modified by an inplace operation"),
         (use_after_step, "modified by an inplace operation"),
         (second_backward, "modified by an inplace operation"),
@@ -366,3 +366,28 @@ def unsupported(kind: str) -> None:
 def test_layers_without_final_parameters_or_ranks(kind: str, words: str) -> None:
     for failure in run_raises(2, unsupported, kind):
         assert failure is not None and words in failure.message
+
+
+class Constants(nn.Module):
+    """Each mode multiplies by another constant tensor of the same dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * (torch.tensor([2.0]) if self.training else torch.tensor([5.0]))
+
+
+def copies_with_constants() -> float:
+    torch.manual_seed(0)
+    model = Constants()
+    net = distfx.parallelize(model, "h2")
+    average = copy.deepcopy(net)
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    calls = ((net, True), (average, False), (net, False), (average, True))
+    return max(relative(module.train(mode)(x), model.train(mode)(x)) for module, mode in calls)
+
+
+def test_a_copy_and_the_original_have_their_own_constants() -> None:
+    assert max(run(2, copies_with_constants)) < 1e-6

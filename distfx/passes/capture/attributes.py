@@ -43,7 +43,7 @@ class AttributeSnapshot:
         return [
             f"{name} = {old!r}, now {new!r}"
             for name, (owner, key, old) in self._values.items()
-            if (new := owner.get(key)) is not old and new != old
+            if (new := owner.get(key)) is not old and (type(new) is not type(old) or new != old)
         ]
 
 
