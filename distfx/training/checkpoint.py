@@ -17,10 +17,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -28,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -40,6 +37,8 @@ from torch.optim import Optimizer
 from distfx.errors import DistfxError
 from distfx.module import ParallelModule
 from distfx.runtime.comm.agreement import agree, host_group, raise_on_all_ranks
+from distfx.training.random_state import RandomState, write_random_state
+from distfx.training.values import decode, dtype_of, encode
 
 __all__ = ["Checkpoint", "PendingSave", "load", "save"]
 
@@ -119,9 +118,9 @@ def save(
             "grid": repr(net.grid) if isinstance(net, ParallelModule) else None,
             "tensors": {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()},
             "optimizer": optimizer_index,
-            "scheduler": None if scheduler is None else _encode(scheduler.state_dict(), "scheduler"),
+            "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "scheduler"),
             "extra": {
-                name: _encode(value.state_dict() if hasattr(value, "state_dict") else value, name)
+                name: encode(value.state_dict() if hasattr(value, "state_dict") else value, name)
                 for name, value in extra.items()
             },
         }
@@ -131,7 +130,7 @@ def save(
     agree(ranks.size, "checkpoints", f"save to {folder}\n{json.dumps(index, sort_keys=True, indent=1)}")
     staging = folder / f".step-{step:08d}.incomplete"
     target = ranks.from_first(lambda: _prepare(folder, staging, step))
-    raise_on_all_ranks(ranks.size, lambda: _write_random_state(staging, ranks.rank))
+    raise_on_all_ranks(ranks.size, lambda: write_random_state(staging, ranks.rank))
     writer = _Writer(staging, lambda: _publish(staging, target, index, keep))
     if not asynchronous:
         with _readable_errors(f"the checkpoint {target} could not be written"):
@@ -171,12 +170,12 @@ def load(
     ranks = _Ranks.of(net)
     _finish_pending()
 
-    def read() -> tuple[Path, dict[str, Any], _Targets, _RandomState]:
+    def read() -> tuple[Path, dict[str, Any], _Targets, RandomState]:
         folder = _find(source, step)
         index = _read_index(folder)
         if scheduler is not None and index["scheduler"] is None:
             raise DistfxError(f"{folder} has no scheduler: load without one")
-        return folder, index, _Targets.of(index, folder, net, optimizer), _RandomState.read(folder, ranks.rank)
+        return folder, index, _Targets.of(index, folder, net, optimizer), RandomState.read(folder, ranks.rank)
 
     folder, index, targets, random_state = raise_on_all_ranks(ranks.size, read)
     agree(ranks.size, "checkpoints", f"load from {folder.name}\n{json.dumps(index, sort_keys=True, indent=1)}")
@@ -185,9 +184,9 @@ def load(
         dcp.load(targets.buffers, storage_reader=reader, no_dist=ranks.size == 1)
     targets.finish()
     if scheduler is not None:
-        scheduler.load_state_dict(_decode(index["scheduler"]))
+        scheduler.load_state_dict(decode(index["scheduler"]))
     random_state.restore()
-    return Checkpoint(folder, index["step"], {name: _decode(value) for name, value in index["extra"].items()})
+    return Checkpoint(folder, index["step"], {name: decode(value) for name, value in index["extra"].items()})
 
 
 # -------------------------------------------------------------------------------------------------------- ranks
@@ -328,7 +327,7 @@ def _collect(net: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Ten
     names = _parameter_names(net, optimizer)
     groups, state = [], {}
     for group in optimizer.param_groups:
-        options = {key: _encode(value, f"the optimizer's {key}") for key, value in group.items() if key != "params"}
+        options = {key: encode(value, f"the optimizer's {key}") for key, value in group.items() if key != "params"}
         groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
         for parameter in group["params"]:
             name, values, sharded = names[id(parameter)], dict[str, Any](), list[str]()
@@ -337,7 +336,7 @@ def _collect(net: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Ten
                     tensors[_slot(name, key)] = value
                     sharded.append(key)
                 else:
-                    values[key] = _encode(value, f"the optimizer's {key} of {name}")
+                    values[key] = encode(value, f"the optimizer's {key} of {name}")
             state[name] = {"values": values, "tensors": sharded}
     return tensors, {"type": type(optimizer).__name__, "groups": groups, "state": state}
 
@@ -430,13 +429,13 @@ class _Targets:
                 f"{folder} has the state of {saved['type']} with {len(saved['groups'])} parameter groups, but the "
                 f"optimizer is {type(optimizer).__name__} with {len(groups)}: use the same optimizer and groups"
             )
-        self.options = [_decode(group["options"]) for group in saved["groups"]]
+        self.options = [decode(group["options"]) for group in saved["groups"]]
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             name = names[id(parameter)]
-            values = {key: _decode(value) for key, value in saved["state"].get(name, {}).get("values", {}).items()}
+            values = {key: decode(value) for key, value in saved["state"].get(name, {}).get("values", {}).items()}
             for key in saved["state"].get(name, {}).get("tensors", ()):
                 shape, dtype = index["tensors"][_slot(name, key)]
-                values[key] = _zeros(shape, _dtype(dtype), parameter)
+                values[key] = _zeros(shape, dtype_of(dtype), parameter)
                 self.buffers[_slot(name, key)] = values[key]
             self.state[parameter] = values
 
@@ -480,13 +479,6 @@ def _check_names(folder: Path, stored: Mapping[str, Any], tensors: Mapping[str, 
     if problems:
         more = f" and {len(problems) - 4} more differences" if len(problems) > 4 else ""
         raise DistfxError(f"{folder} does not match the model: {'; '.join(problems[:4])}{more}")
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise DistfxError(f"the checkpoint names a dtype {name!r} that torch does not have")
-    return dtype
 
 
 # ------------------------------------------------------------------------------------------------ one whole file
@@ -540,115 +532,6 @@ def _load_file(path: Path, net: nn.Module, optimizer: Any, scheduler: Any) -> Ch
     return Checkpoint(path, 0)
 
 
-# ---------------------------------------------------------------------------------------------- values as JSON
-
-
 def _check_number(name: str, value: Any, least: int, meaning: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise DistfxError(f"{name}={value!r}: give {meaning}, at least {least}")
-
-
-_TAG = "distfx"
-
-
-def _encode(value: Any, where: str) -> Any:
-    """A value as JSON that :func:`_decode` restores: tuples, counters and keys that are not strings keep their type."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [_encode(item, where) for item in value]
-    if isinstance(value, tuple):
-        return {_TAG: "tuple", "items": [_encode(item, where) for item in value]}
-    if isinstance(value, Counter | dict):
-        plain = type(value) is dict and _TAG not in value and all(isinstance(key, str) for key in value)
-        if plain:
-            return {key: _encode(item, where) for key, item in value.items()}
-        kind = "counter" if isinstance(value, Counter) else "dict"
-        return {_TAG: kind, "items": [[_encode(k, where), _encode(v, where)] for k, v in value.items()]}
-    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() == 0:
-        return {_TAG: "scalar", "dtype": str(value.dtype).removeprefix("torch."), "items": value.item()}
-    if isinstance(value, numpy.generic):
-        return _encode(value.item(), where)
-    raise DistfxError(
-        f"{where} has a {type(value).__name__}, which a checkpoint cannot hold: give numbers, strings, lists, tuples "
-        "and dicts of these"
-    )
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get(_TAG)
-    if kind is None:
-        return {key: _decode(item) for key, item in value.items()}
-    items = value.get("items")
-    if kind == "scalar":
-        return torch.tensor(items, dtype=_dtype(value["dtype"]))
-    if kind == "tuple" and isinstance(items, list):
-        return tuple(_decode(item) for item in items)
-    if kind in ("dict", "counter") and isinstance(items, list):
-        pairs = {_decode(key): _decode(item) for key, item in items}
-        return Counter(pairs) if kind == "counter" else pairs
-    raise DistfxError(f"the checkpoint has a value of the unknown kind {kind!r}")
-
-
-# ---------------------------------------------------------------------------------------------- random numbers
-
-
-def _random_file(folder: Path, rank: int) -> Path:
-    return folder / f"random-{rank:05d}.json"
-
-
-@dataclass(frozen=True)
-class _RandomState:
-    """The generators of one rank. Those of rank 0 decide what the random operators of all ranks draw."""
-
-    torch_state: Tensor
-    cuda_state: Tensor | None
-    python_state: Any
-    numpy_state: Any
-
-    @classmethod
-    def read(cls, folder: Path, rank: int) -> _RandomState:
-        """The state that this rank saved; a rank that did not exist then takes that of rank 0."""
-        path = _random_file(folder, rank)
-        path = path if path.is_file() else _random_file(folder, 0)
-        try:
-            state = json.loads(path.read_text())
-            name, keys, *rest = state["numpy"]
-            return cls(
-                _bytes(state["torch"]),
-                None if state["cuda"] is None else _bytes(state["cuda"]),
-                _decode(state["python"]),
-                (name, numpy.array(keys, dtype=numpy.uint32), *rest),
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DistfxError(f"{path} does not hold the state of random generators ({type(error).__name__})") from None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.torch_state)
-        if self.cuda_state is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.cuda_state)
-        random.setstate(self.python_state)
-        numpy.random.set_state(self.numpy_state)
-
-
-def _bytes(text: str) -> Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
-
-
-def _write_random_state(folder: Path, rank: int) -> None:
-    """Save the generators of this rank."""
-    name, keys, *rest = numpy.random.get_state(legacy=True)
-    state = {
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
-        "cuda": bytes(torch.cuda.get_rng_state().tolist()).hex() if torch.cuda.is_available() else None,
-        "python": _encode(random.getstate(), "random"),
-        "numpy": [name, numpy.asarray(keys).tolist(), *rest],
-    }
-    with open(_random_file(folder, rank), "w") as file:
-        json.dump(state, file)
-        file.flush()
-        os.fsync(file.fileno())
